@@ -1,0 +1,1 @@
+"""The Alembic environment of the event log; it ships inside the wheel."""

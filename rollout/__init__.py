@@ -1,0 +1,1 @@
+"""Generation: tasks and rewards, engines, rollout workers and the group store."""

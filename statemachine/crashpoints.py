@@ -1,0 +1,71 @@
+"""Named places where a process can be made to die, inert unless armed.
+
+`SUREFOOT_CRASHPOINT=name[:n]` arms one: the n-th time (default the first) that the process reaches the
+place, it kills itself with SIGKILL, as an out-of-memory killer would. Every place is listed in
+`CRASHPOINTS`; reaching one that is not raises, so the list is the whole truth.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+CRASHPOINTS: dict[str, str] = {
+    "log.created": "the run's first events are committed",
+    "log.taken_over": "an incarnation has begun, nothing else has happened",
+    "log.append.before": "events are built, their transaction has not begun",
+    "log.append.inside": "rows are written, their transaction is not committed",
+    "log.append.after": "events are committed, nobody has been told",
+    "budget.before": "the budget is resolved, not committed",
+    "budget.after": "the budget is committed, no worker exists",
+    "workers.started": "workers and ranks are up, nothing is redone",
+    "workers.ready": "the event that says so is committed",
+    "redo.update": "one recorded update has been executed again",
+    "redo.done": "the redo's event is committed",
+    "admit.before": "prompts are drawn, the event is not written",
+    "admit.after": "the admission is committed, no worker was told",
+    "group.write.before": "a group has arrived, its file is not begun",
+    "group.write.inside": "a group file is half written",
+    "group.write.after": "a group file is durable, no event names it",
+    "group.stored": "the event that names the file is committed",
+    "update.begun": "the batch's event is committed, the learner has not begun",
+    "update.executed": "the learner has stepped, the event is not written",
+    "update.committed": "the update is committed",
+    "publish.gathered": "weights are gathered, the event is not written",
+    "publish.committed": "the publication is committed, no worker has the weights",
+    "publish.sent": "workers have confirmed the weights",
+    "checkpoint.files": "a checkpoint's files are written, its manifest is not",
+    "checkpoint.manifest": "the manifest is written, no event names it",
+    "checkpoint.committed": "the checkpoint is committed",
+    "retire.committed": "files are retired, not yet deleted",
+    "retire.deleted": "retired files are deleted",
+    "evaluate.before": "an evaluation is answered, its event is not written",
+    "end.before": "all is trained, the last event is not written",
+    "end.after": "the last event is committed, workers still live",
+    "migrate.before": "the database is about to be migrated",
+    "migrate.after": "the database is migrated, the run is not created",
+}
+
+_armed: list[tuple[str, int]] = []
+
+
+def _read_environment() -> None:
+    for part in filter(None, os.environ.get("SUREFOOT_CRASHPOINT", "").split(",")):
+        name, _, nth = part.partition(":")
+        if name not in CRASHPOINTS:
+            raise ValueError(f"SUREFOOT_CRASHPOINT names {name!r}, which is no crash point")
+        _armed.append((name, int(nth or 1)))
+
+
+_read_environment()
+_reached: dict[str, int] = {}
+
+
+def crashpoint(name: str) -> None:
+    """Die here if armed. Raises KeyError for a name that is not registered."""
+    CRASHPOINTS[name]
+    if not _armed:
+        return
+    _reached[name] = _reached.get(name, 0) + 1
+    if (name, _reached[name]) in _armed:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""Training: config, learner, checkpoints, the driver, the asynchronous API and the command line."""
