@@ -1,0 +1,339 @@
+"""Reading a config: TOML or a dict, overridden key by key, refused in one line, compared with a run's own.
+
+Holds no state. What comes out of `load_config` has every key, every path absolute and every value of the type
+and range that `options` states; whatever does not is a ConfigRefused that names key, value, rule and way out.
+
+Paths. A relative path in a config file is taken from the file's own folder if it exists there, otherwise,
+like every relative path in a dict or an override, from the current folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from ..statemachine.errors import ConfigChanged, ConfigRefused
+from .options import EXCLUSIVE, FREE_FORM, OBJECT, PATHS, Config, Section, may_change
+
+__all__ = ["Config", "changed", "flatten", "load_config", "option_fields", "refuse_changes"]
+
+_FULL_DISTRIBUTION_ONLY = frozenset(
+    {
+        "top_p",
+        "top_k",
+        "min_p",
+        "typical_p",
+        "penalty",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "length_penalty",
+        "penalties",
+    }
+)
+"""Sampling parameters under which an engine's log-probabilities are not the learner's."""
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any] | Config, sets: Sequence[str] = (), *, rows: str | None = None
+) -> Config:
+    """The config of a TOML file, a nested dict or a Config, with overrides `a.b=value` applied in order.
+
+    An override's value is TOML, or else a bare string; `none` unsets a key that may be unset. `rows` is the
+    name of rows that the program passes as objects: they take data.source's place. Raises ConfigRefused.
+    """
+    folder: Path | None = None
+    if isinstance(source, Config):
+        tree: dict[str, Any] = source.resolved()
+    elif isinstance(source, Mapping):
+        tree = _copy(source)
+    else:
+        tree, folder = _read(Path(source)), Path(source).resolve().parent
+    if rows is not None:
+        _override(tree, "data.source", OBJECT + rows)
+    given = dict(flatten(tree))
+    for mine, other in EXCLUSIVE:
+        if given.get(mine) is not None and given.get(other) is not None:
+            both = f"{mine} = {_show(given[mine])} and {other} = {_show(given[other])}"
+            raise ConfigRefused(f"{both}: only one of the two can hold; take one out")
+    in_file = {key for key in PATHS if key in given}
+    overrides = _overrides(sets)
+    for key, value in overrides.items():
+        _override(tree, key, value)
+        in_file.discard(key)
+    for key in list(dict(flatten(tree))):
+        _refuse_unknown(key, tree)
+    _absolute_paths(tree, folder, in_file)
+    try:
+        config = Config.model_validate(_plain_floats(tree))
+    except ValidationError as error:
+        raise ConfigRefused(_explain(error)) from None
+    _refuse_contradictions(config)
+    return config
+
+
+def option_fields(
+    section: type[BaseModel] = Config, prefix: str = ""
+) -> Iterator[tuple[str, FieldInfo, type[BaseModel]]]:
+    """Every key by its dotted name, with its field and the section that it stands in, in order."""
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from option_fields(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field, section
+
+
+_FIELDS = {key: field for key, field, _ in option_fields()}
+_SECTIONS = {key.rpartition(".")[0] for key in _FIELDS} | {"optim"}
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; a free-form table and an empty table are values."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key not in FREE_FORM and value:
+            yield from flatten(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def changed(
+    old: Mapping[str, Any], new: Mapping[str, Any]
+) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
+    """Where two resolved configs differ: (keys that must not, keys that may), each with (old, new)."""
+    before, after = dict(flatten(old)), dict(flatten(new))
+    deterministic = bool(before.get("rollout.deterministic"))
+    forbidden: dict[str, tuple[Any, Any]] = {}
+    allowed: dict[str, tuple[Any, Any]] = {}
+    for key in [*before, *(key for key in after if key not in before)]:
+        # A key that one of the two does not have is compared by its default: an option added since.
+        default = _default(key)
+        pair = (before.get(key, default), after.get(key, default))
+        if pair[0] != pair[1]:
+            (allowed if may_change(key, deterministic=deterministic) else forbidden)[key] = pair
+    return forbidden, allowed
+
+
+def refuse_changes(run: str, forbidden: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raise ConfigChanged if there is any, naming the first with both values."""
+    if not forbidden:
+        return
+    key, (old, new) = next(iter(forbidden.items()))
+    more = f" (and {', '.join(list(forbidden)[1:])})" if len(forbidden) > 1 else ""
+    raise ConfigChanged(
+        f"{key} = {_show(new)}{more}, but run {run!r} was started with {_show(old)}: what fixes a run's "
+        "accounting or numbers cannot change; set it back, or start another run with --new",
+        run=run,
+        keys=list(forbidden),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError:
+        raise ConfigRefused(f"config {path}: no such file; name a TOML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigRefused(
+            f"config {path}: cannot be read as UTF-8 text ({error}); name a TOML file"
+        ) from None
+    try:
+        # Floats stay exact until it is known which of them must be: 0.07 of 100 is 7.
+        return tomllib.loads(text, parse_float=Decimal)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigRefused(f"config {path}: not TOML: {error}; correct that line") from None
+
+
+def _overrides(sets: Sequence[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for text in sets:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ConfigRefused(f"--set {text}: must be key=value, as in --set optim.lr=1e-5")
+        values[key] = _value(key, value.strip())
+    for mine, other in EXCLUSIVE:
+        if values.get(mine) is not None and values.get(other) is not None:
+            raise ConfigRefused(f"--set {mine} and --set {other}: only one of the two can hold; take one out")
+    return values
+
+
+def _value(key: str, text: str) -> Any:
+    if text.lower() in ("none", "null") and key in _FIELDS and type(None) in _kinds(_FIELDS[key].annotation):
+        return None
+    try:
+        tree = tomllib.loads(f"value = {text}", parse_float=Decimal)
+    except tomllib.TOMLDecodeError:
+        return text
+    # More than the one key means that the text holds a line of its own: it is no value.
+    return tree["value"] if list(tree) == ["value"] else text
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    return {annotation, *(kind for part in get_args(annotation) for kind in _kinds(part))}
+
+
+def _override(tree: dict[str, Any], key: str, value: Any) -> None:
+    for pair in EXCLUSIVE:
+        if key in pair and value is not None:
+            for other in pair:
+                if other != key:
+                    _remove(tree, other)
+    *path, name = key.split(".")
+    for step in path:
+        inner = tree.setdefault(step, {})
+        if not isinstance(inner, dict):
+            raise ConfigRefused(
+                f"--set {key}: {step} = {_show(inner)} is not a table; correct the config file"
+            )
+        tree = inner
+    tree[name] = value
+
+
+def _remove(tree: dict[str, Any], key: str) -> None:
+    *path, name = key.split(".")
+    for step in path:
+        tree = tree.get(step, {})
+    tree.pop(name, None)
+
+
+def _refuse_unknown(key: str, tree: Mapping[str, Any]) -> None:
+    if key in _FIELDS:
+        return
+    value = _at(tree, key)
+    if key in _SECTIONS or not key.strip("."):
+        if isinstance(value, Mapping):
+            return  # an empty table
+        raise ConfigRefused(f"{key} = {_show(value)}: {key} is a table; write [{key}] and its keys below it")
+    if any(key.startswith(f"{free}.") for free in FREE_FORM):
+        return
+    leaf = key.rpartition(".")[2]
+    if leaf in _FULL_DISTRIBUTION_ONLY:
+        raise ConfigRefused(
+            f"{key} = {_show(value)}: training samples from the full distribution scaled by "
+            "rollout.temperature, because under any other the engine's log-probabilities are not the learner's; "
+            "take it out"
+        )
+    raise ConfigRefused(f"{key} is no key of the config; the nearest is {_nearest(key)}")
+
+
+def _nearest(key: str) -> str:
+    section, _, leaf = key.rpartition(".")
+
+    def likeness(candidate: str) -> float:
+        other_section, _, other_leaf = candidate.rpartition(".")
+        words, other_words = set(leaf.split("_")), set(other_leaf.split("_"))
+        if leaf == other_leaf or "".join(word[:1] for word in leaf.split("_")) == other_leaf:
+            last = 1.0  # another section's, or written out: learning_rate for lr
+        elif words < other_words or other_words < words:
+            last = 0.9
+        else:
+            last = difflib.SequenceMatcher(None, leaf, other_leaf).ratio()
+        return 2 * last + difflib.SequenceMatcher(None, section, other_section).ratio()
+
+    return max(_FIELDS, key=likeness)
+
+
+def _at(tree: Mapping[str, Any], key: str) -> Any:
+    value: Any = tree
+    for step in key.split("."):
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return value
+
+
+def _absolute_paths(tree: dict[str, Any], folder: Path | None, in_file: set[str]) -> None:
+    for key in PATHS:
+        *path, name = key.split(".")
+        value = _at(tree, key)
+        if not isinstance(value, str) or not value or not is_path(key, value):
+            continue
+        given = Path(value).expanduser()
+        if folder is not None and key in in_file and (folder / given).exists():
+            given = folder / given
+        _at(tree, ".".join(path))[name] = str(Path.cwd() / given)
+
+
+def is_path(key: str, value: str) -> bool:
+    """Whether a value of one of PATHS is a path, and no generated task's name."""
+    return key == "model.path" or not value.partition(":")[1] or Path(value).suffix in (".jsonl", ".parquet")
+
+
+def _refuse_contradictions(config: Config) -> None:
+    data = config.data
+    generated = not is_path("data.source", data.source) and not data.source.startswith(OBJECT)
+    if not generated:
+        for name, value in (("size", data.size), ("options", data.options)):
+            if value:
+                raise ConfigRefused(
+                    f"data.{name} = {_show(value)}: is for generated tasks only, and data.source = "
+                    f"{data.source} is none; take it out (data.max_prompts bounds how many are drawn)"
+                )
+        if config.eval.every_updates is not None and config.eval.source is None:
+            raise ConfigRefused(
+                f"eval.every_updates = {config.eval.every_updates}: held-out rows never come out of the "
+                "training rows, and data.source is no generated task; name a file of their own with eval.source"
+            )
+    elif data.size is None:
+        raise ConfigRefused(
+            f"data.size is not set: data.source = {data.source} generates its rows, and the budget needs to "
+            "know how many; give data.size"
+        )
+
+
+def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
+
+
+def _plain_floats(value: Any, key: str = "") -> Any:
+    """Decimals back to floats, but where the field is an exact decimal itself."""
+    if isinstance(value, dict):
+        return {name: _plain_floats(inner, f"{key}.{name}".lstrip(".")) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain_floats(inner, key) for inner in value]
+    if isinstance(value, Decimal) and not (key in _FIELDS and Decimal in _kinds(_FIELDS[key].annotation)):
+        return float(value)
+    return value
+
+
+def _default(key: str) -> Any:
+    field = _FIELDS.get(key)
+    if field is None or field.is_required():
+        return None
+    value = field.get_default(call_default_factory=True)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _explain(error: ValidationError) -> str:
+    first, *others = error.errors(include_url=False)
+    key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
+    # A union's error names the member that failed after the key: cut back to the key itself.
+    while key not in _FIELDS and key not in _SECTIONS and "." in key:
+        key = key.rpartition(".")[0]
+    more = f" (and {len(others)} more)" if others else ""
+    if first["type"] == "missing" and (key not in _FIELDS or _FIELDS[key].is_required()):
+        missing = [known for known, field in _FIELDS.items() if known.startswith(key) and field.is_required()]
+        name = missing[0] if missing else key
+        return f"{name} is not set: it has no default; give it in the file or with --set{more}"
+    rule = "has too few values" if first["type"] == "missing" else first["msg"]
+    rule = rule.removeprefix("Value error, ").removeprefix("Input ").replace("should be", "must be")
+    default = _default(key)
+    way_out = "give another value" if default is None else f"the default is {_show(default)}"
+    return f"{key} = {_show(first['input'])}: {rule}; {way_out}{more}"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Decimal):
+        return str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return repr(value)
+    return "unset" if value is None else str(value)
