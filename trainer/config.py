@@ -201,7 +201,10 @@ def _override(tree: dict[str, Any], key: str, value: Any) -> None:
 def _remove(tree: dict[str, Any], key: str) -> None:
     *path, name = key.split(".")
     for step in path:
-        tree = tree.get(step, {})
+        inner = tree.get(step)
+        if not isinstance(inner, dict):
+            return
+        tree = inner
     tree.pop(name, None)
 
 
@@ -219,8 +222,8 @@ def _refuse_unknown(key: str, tree: Mapping[str, Any]) -> None:
     if leaf in _FULL_DISTRIBUTION_ONLY:
         raise ConfigRefused(
             f"{key} = {_show(value)}: training samples from the full distribution scaled by "
-            "rollout.temperature, because under any other the engine's log-probabilities are not the learner's; "
-            "take it out"
+            "rollout.temperature, because under any other the engine's log-probabilities are not the "
+            "learner's; take it out"
         )
     raise ConfigRefused(f"{key} is no key of the config; the nearest is {_nearest(key)}")
 
@@ -279,7 +282,7 @@ def _refuse_contradictions(config: Config) -> None:
         if config.eval.every_updates is not None and config.eval.source is None:
             raise ConfigRefused(
                 f"eval.every_updates = {config.eval.every_updates}: held-out rows never come out of the "
-                "training rows, and data.source is no generated task; name a file of their own with eval.source"
+                "training rows, and data.source is no generated task; name a file of their own: eval.source"
             )
     elif data.size is None:
         raise ConfigRefused(

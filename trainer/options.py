@@ -237,7 +237,7 @@ class ScheduleOptions(Section):
     )
     warmup_ratio: Ratio = Field(
         default=None,
-        description="Warm-up as an exact share of the horizon, rounded up to a whole optimizer step; "
+        description="Warm-up as an exact share (0 to 1) of the horizon, rounded up to whole optimizer steps; "
         "excludes `optim.schedule.warmup_steps`.",
     )
     min_ratio: float = Field(
