@@ -158,7 +158,7 @@ def _updates_total(inputs: BudgetInputs, prompts_total: int, lines: list[str]) -
             _refuse(
                 f"prompts_total is {prompts_total} and batch.prompts is {batch_prompts}",
                 "a run needs prompts for one whole batch",
-                "add data or epochs, raise data.max_prompts, lower batch.prompts, or set batch.tail to 'train'",
+                "add data or epochs, raise data.max_prompts, lower batch.prompts, or train the tail",
                 prompts_total=prompts_total,
                 batch_prompts=batch_prompts,
             )
@@ -200,7 +200,7 @@ def _horizon(inputs: BudgetInputs, optimizer_steps_total: int, lines: list[str])
         return optimizer_steps_total
     if inputs.horizon < optimizer_steps_total:
         _refuse(
-            f"optim.schedule.horizon is {inputs.horizon} and the run has {optimizer_steps_total} optimizer steps",
+            f"optim.schedule.horizon is {inputs.horizon} and the run takes {optimizer_steps_total} steps",
             "a schedule is never shorter than its run",
             f"raise it to {optimizer_steps_total} or more, or leave it unset",
             horizon=inputs.horizon,
