@@ -99,16 +99,16 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
 class RolloutPool(Protocol):
     """Any number of workers. Every submitted attempt is answered exactly once, or its worker is lost."""
 
-    async def start(self, weights: Published) -> None:
-        """Bring every worker up with these weights loaded and verified. Raises within a bounded time."""
+    async def start(self) -> None:
+        """Bring every worker up, without weights. Raises within a bounded time."""
         ...
 
     def free_slots(self) -> int:
-        """How many more groups could start now."""
+        """How many more groups could start now; 0 before the first publication is loaded."""
         ...
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Hand requests to workers. Never blocks."""
+        """Hand requests to workers. Never blocks. A newer attempt of a group ends the work on an older one."""
         ...
 
     async def answers(self) -> list[Answer]:

@@ -100,7 +100,7 @@ class OptimizerStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     skipped_because: str | None = None  # "not_finite" | "no_tokens"
 
 
-class RunCreated(Event):
+class RunCreated(Event, frozen=True, kw_only=True):
     """The first event: what the run is. Nothing in it changes later."""
 
     config: dict[str, Any]  # resolved, every key
@@ -112,18 +112,18 @@ class RunCreated(Event):
     cached_keys_kept_at_swap: bool = True  # keys and values made by older weights are kept
 
 
-class IncarnationBegan(Event):
+class IncarnationBegan(Event, frozen=True, kw_only=True):
     """A driver took the run; every later append carries its number."""
 
     incarnation: int
     reason: TakeReason
     host: str
     pid: int
-    config_changes: dict[str, list[Any]] = {}  # noqa: RUF012 - key -> [old, new]; msgspec copies defaults
+    config_changes: dict[str, list[Any]] = {}
     accept_divergence: bool = False
 
 
-class BudgetResolved(Event):
+class BudgetResolved(Event, frozen=True, kw_only=True):
     """Every total of the run, before any worker exists."""
 
     data_len: int
@@ -149,7 +149,7 @@ class BudgetResolved(Event):
     derivation: list[str]
 
 
-class WorkersReady(Event):
+class WorkersReady(Event, frozen=True, kw_only=True):
     """Every rollout worker and learner rank of this learner try is up, loaded and redone."""
 
     learner_try: int
@@ -160,7 +160,7 @@ class WorkersReady(Event):
     update: int  # the update whose weights the learner now holds
 
 
-class UpdatesRedone(Event):
+class UpdatesRedone(Event, frozen=True, kw_only=True):
     """Recorded updates were executed again from a checkpoint, and compared."""
 
     learner_try: int
@@ -173,20 +173,20 @@ class UpdatesRedone(Event):
     accepted_divergence: bool = False
 
 
-class GroupsAdmitted(Event):
+class GroupsAdmitted(Event, frozen=True, kw_only=True):
     """Prompts drawn for the first time and handed to free slots."""
 
     groups: list[Issue]
 
 
-class GroupsReissued(Event):
+class GroupsReissued(Event, frozen=True, kw_only=True):
     """Groups handed out again as a new attempt; they keep their place."""
 
     groups: list[Issue]
     reason: IssueReason
 
 
-class AttemptFailed(Event):
+class AttemptFailed(Event, frozen=True, kw_only=True):
     """The work of one attempt raised, or its worker died."""
 
     prompt_index: int
@@ -195,21 +195,21 @@ class AttemptFailed(Event):
     error: str
 
 
-class GroupsStored(Event):
+class GroupsStored(Event, frozen=True, kw_only=True):
     """Groups that are on disk, whole, and may be trained."""
 
     file: str
     groups: list[StoredGroup]
 
 
-class GroupsDropped(Event):
+class GroupsDropped(Event, frozen=True, kw_only=True):
     """Groups that will never be trained."""
 
     prompt_indices: list[int]
     reason: DropReason
 
 
-class AnswerRefused(Event):
+class AnswerRefused(Event, frozen=True, kw_only=True):
     """A late answer: its attempt is no longer the group's."""
 
     prompt_index: int
@@ -218,14 +218,14 @@ class AnswerRefused(Event):
     because: str
 
 
-class UpdateBegan(Event):
+class UpdateBegan(Event, frozen=True, kw_only=True):
     """A batch has been assembled from stored groups and the learner is at work on it."""
 
     update: int
     groups: list[tuple[int, int]]  # prompt_index, attempt; in training order
 
 
-class UpdateApplied(Event):
+class UpdateApplied(Event, frozen=True, kw_only=True):
     """The exactly-once point: these groups are trained, these optimizer steps are taken."""
 
     update: int
@@ -240,7 +240,7 @@ class UpdateApplied(Event):
     seconds: dict[str, float]  # where the time went; never compared
 
 
-class WeightsPublished(Event):
+class WeightsPublished(Event, frozen=True, kw_only=True):
     """The learner's weights after `update` are policy version `version`."""
 
     version: int
@@ -250,7 +250,7 @@ class WeightsPublished(Event):
     final: bool
 
 
-class WeightsRemade(Event):
+class WeightsRemade(Event, frozen=True, kw_only=True):
     """A published version was made again on another execution; its new digest."""
 
     version: int
@@ -259,7 +259,7 @@ class WeightsRemade(Event):
     recorded_digest: str
 
 
-class CheckpointCommitted(Event):
+class CheckpointCommitted(Event, frozen=True, kw_only=True):
     """From here on this checkpoint exists."""
 
     update: int
@@ -273,7 +273,7 @@ class CheckpointCommitted(Event):
     head_hash: str
 
 
-class CheckpointLost(Event):
+class CheckpointLost(Event, frozen=True, kw_only=True):
     """A committed checkpoint cannot be used (missing, damaged); an older one is."""
 
     update: int
@@ -281,14 +281,14 @@ class CheckpointLost(Event):
     because: str
 
 
-class FilesRetired(Event):
+class FilesRetired(Event, frozen=True, kw_only=True):
     """These files may be deleted; nothing will ask for them again."""
 
     checkpoints: list[str]
     group_files: list[str]
 
 
-class EvaluationDone(Event):
+class EvaluationDone(Event, frozen=True, kw_only=True):
     """Held-out rows answered by one policy version."""
 
     policy_version: int
@@ -300,21 +300,21 @@ class EvaluationDone(Event):
     seconds: float
 
 
-class WorkerReplaced(Event):
+class WorkerReplaced(Event, frozen=True, kw_only=True):
     """A rollout worker died or did not confirm in time; another took its place."""
 
     worker: int
     because: str
 
 
-class LearnerLost(Event):
+class LearnerLost(Event, frozen=True, kw_only=True):
     """The learner group is gone and will be rebuilt as the next try."""
 
     learner_try: int
     because: str
 
 
-class RunCompleted(Event):
+class RunCompleted(Event, frozen=True, kw_only=True):
     """Exactly the budget's optimizer steps have been taken."""
 
     updates: int
@@ -323,7 +323,7 @@ class RunCompleted(Event):
     weights_digest: str
 
 
-class RunStopped(Event):
+class RunStopped(Event, frozen=True, kw_only=True):
     """No further batch can form: the run ends short, and says by how much."""
 
     updates: int
@@ -335,7 +335,7 @@ class RunStopped(Event):
     because: str
 
 
-class RunPreempted(Event):
+class RunPreempted(Event, frozen=True, kw_only=True):
     """The driver was asked to stop; the same command goes on."""
 
     updates: int
@@ -344,14 +344,14 @@ class RunPreempted(Event):
     because: str
 
 
-class RunFailed(Event):
+class RunFailed(Event, frozen=True, kw_only=True):
     """The run could not go on; the same command tries again."""
 
     code: str
     error: str
     updates: int
     optimizer_steps: int
-    facts: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies defaults
+    facts: dict[str, Any] = {}
 
 
 END_EVENTS = (RunCompleted, RunStopped, RunPreempted, RunFailed)

@@ -1,0 +1,514 @@
+"""The driver: the loop that takes a run from its log's head to its end.
+
+It owns the order of things and nothing else: the journal holds the state, the feeder generates, the keeper
+saves, recovery redoes. Phases are guarded on the folded state, the work is done, the event is appended, and
+only then has the phase moved. The invariant: whatever the driver was doing when it died, the log alone says
+where the next one goes on.
+
+The stop order, always the same:
+  1. admission is paused; nothing more is handed to workers
+  2. what the learner is doing ends, or is given up unrecorded
+  3. a checkpoint is committed, if there is time for one
+  4. the last event is appended
+  5. workers and ranks are ended
+  6. the run is released, heartbeats end
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..rollout.protocols import Group, Published
+from ..statemachine import events as ev
+from ..statemachine.admission import Batch, Blocked, Exhausted, Waiting, next_batch, stale_after_publication
+from ..statemachine.crashpoints import crashpoint
+from ..statemachine.errors import (
+    FencedOut,
+    GroupUnusable,
+    LearnerGone,
+    LogError,
+    RunFailedError,
+    SurefootError,
+    WrongSeq,
+)
+from ..statemachine.phases import Phase
+from .feeder import Feeder
+from .figures import batch_figures
+from .keeper import Keeper
+from .parts import Parts
+from .protocols import UpdateResult
+from .recovery import read_group, redo
+
+HEARTBEAT_SECONDS = 5.0
+LEARNER_TRIES_WITHOUT_PROGRESS = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run, or this driver's part in it, ended."""
+
+    phase: Phase
+    updates: int
+    optimizer_steps: int
+    policy_version: int
+    message: str
+    already: bool = False  # it had ended before: nothing was done
+
+    @property
+    def exit_code(self) -> int:
+        """0 completed, 1 failed, 3 stopped short, 75 preempted."""
+        return {Phase.COMPLETED: 0, Phase.STOPPED: 3, Phase.PREEMPTED: 75}.get(self.phase, 1)
+
+
+class Driver:
+    """One incarnation of a run, from take-over to its end."""
+
+    def __init__(self, parts: Parts, budget: ev.BudgetResolved) -> None:
+        self._parts = parts
+        self._journal = parts.journal
+        self._budget = budget  # what the config and the data give now; committed once
+        self._feeder = Feeder(parts)
+        self._keeper = Keeper(parts)
+        self._served: Published | None = None
+        self._serving: asyncio.Task[None] | None = None  # sending and evaluating the last publication
+        self._stop = asyncio.Event()
+        self._stop_because = ""
+        self._learner_holds = -1  # the update whose weights the learner has; -1: none, or in doubt
+        self._pool_started = False
+        self._tries = 0  # learner tries since the last update
+
+    # -- from outside ---------------------------------------------------------------------------------
+
+    def preempt(self, because: str = "asked") -> None:
+        """Ask the run to stop: checkpoint if time allows, then `RunPreempted`. Safe to call at any time."""
+        self._stop_because = self._stop_because or because
+        self._stop.set()
+
+    async def run(self) -> Outcome:
+        """Drive the run to its end. Raises FencedOut when a newer incarnation holds it.
+
+        A failure is recorded as `RunFailed` where the log still takes it, then raised.
+        """
+        main = asyncio.ensure_future(self._drive())
+        helpers: list[asyncio.Task[Any]] = [asyncio.ensure_future(self._heartbeats())]
+        stop = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({main, stop, *helpers}, return_when=asyncio.FIRST_COMPLETED)
+            for helper in helpers:
+                if helper.done():
+                    helper.result()
+            if not main.done():
+                await self._preempt(main)
+            else:
+                main.result()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            await self._fail(error)
+            raise
+        finally:
+            self._feeder.paused = True
+            await _cancel(main, stop, *helpers, self._serving)
+            self._keeper.abandon()
+            await self._close()
+        return self.outcome()
+
+    def outcome(self) -> Outcome:
+        """The outcome as the log says it now."""
+        return outcome_of(self._journal.state)
+
+    # -- the phases -----------------------------------------------------------------------------------
+
+    async def _drive(self) -> None:
+        state = self._journal.state
+        await self._keeper.sweep()
+        if state.budget is None:
+            crashpoint("budget.before")
+            await self._journal.append(self._budget)
+            crashpoint("budget.after")
+        feeding: asyncio.Task[Any] | None = None
+        try:
+            while True:
+                try:
+                    await self._init_workers()
+                    if feeding is None:
+                        feeding = asyncio.ensure_future(self._feed())
+                    await self._beside(feeding, self._learn())
+                    return
+                except LearnerGone as error:
+                    await self._learner_lost(error)
+        finally:
+            await _cancel(feeding)
+
+    async def _beside(self, feeding: asyncio.Task[Any], work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` to its end; if feeding fails first, that is the error."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, feeding}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                feeding.result()
+            await task
+        finally:
+            await _cancel(task)
+
+    async def _feed(self) -> None:
+        loops = [
+            asyncio.ensure_future(self._feeder.admit_forever()),
+            asyncio.ensure_future(self._feeder.answer_forever()),
+        ]
+        try:
+            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await _cancel(*loops)
+
+    async def _learner_lost(self, error: LearnerGone) -> None:
+        self._learner_holds = -1
+        self._keeper.abandon()
+        await self._parts.learner.close()
+        self._tries += 1
+        await self._journal.append(
+            ev.LearnerLost(learner_try=self._journal.state.learner_try, because=str(error))
+        )
+        if self._tries >= LEARNER_TRIES_WITHOUT_PROGRESS:
+            raise RunFailedError(
+                f"the learner was lost {self._tries} times without an update in between; the last: {error}",
+                learner_tries=self._tries,
+            ) from error
+
+    async def _init_workers(self) -> None:
+        parts, state = self._parts, self._journal.state
+        rows = await self._journal.read_all()
+        starting = [asyncio.ensure_future(parts.learner.start(rows, state.learner_try))]
+        pool = None if self._pool_started else asyncio.ensure_future(parts.pool.start())
+        try:
+            (ready,) = await asyncio.gather(*starting)
+            if pool is not None:
+                await pool
+                self._pool_started = True
+        finally:
+            await _cancel(*starting, pool)
+        if ready.state_digest != _digest_at(rows):
+            raise RunFailedError(
+                "learner ranks folded the log to another state than the driver", update=state.updates
+            )
+        crashpoint("workers.started")
+        served = await redo(parts, self._keeper, ready, self._served)
+        self._learner_holds = state.updates
+        if pool is not None:
+            await parts.pool.publish(served)
+        self._served = served
+        await self._journal.append(
+            ev.WorkersReady(
+                learner_try=state.learner_try,
+                workers=parts.config.rollout.workers,
+                ranks=ready.ranks,
+                fingerprint=ready.fingerprint,
+                state_digest=ready.state_digest,
+                update=state.updates,
+            )
+        )
+        crashpoint("workers.ready")
+        self._feeder.kick()
+        if pool is not None:
+            self._serving = asyncio.ensure_future(self._evaluate_if_due())
+
+    async def _learn(self) -> None:
+        state = self._journal.state
+        while True:
+            if state.phase is Phase.SYNC:
+                await self._publish()
+            if self._keeper.is_due(state.updates) and state.updates not in state.checkpoints:
+                await self._keeper.save(state.updates, self._served)
+            decision = await self._next_batch()
+            if isinstance(decision, Exhausted):
+                await self._finish(decision)
+                return
+            await self._update(decision)
+
+    async def _next_batch(self) -> Batch | Exhausted:
+        while True:
+            changed = self._journal.changed()
+            decision = next_batch(self._journal.state, self._parts.config.rollout.max_attempts)
+            if isinstance(decision, Blocked):
+                raise RunFailedError(
+                    f"prompt {decision.prompt_index} failed {decision.failures} times "
+                    f"(rollout.max_attempts = {self._parts.config.rollout.max_attempts}): {decision.error}",
+                    prompt_index=decision.prompt_index,
+                )
+            if not isinstance(decision, Waiting):
+                return decision
+            self._raise_if_serving_failed()
+            await changed.wait()
+
+    async def _update(self, batch: Batch) -> None:
+        parts, journal, state = self._parts, self._journal, self._journal.state
+        started = asyncio.get_running_loop().time()
+        groups: list[Group] = []
+        for live in batch.groups:
+            assert live.stored is not None
+            try:
+                groups.append(await read_group(parts, live.file, live.stored))
+            except GroupUnusable:
+                await self._reissue(ev.IssueReason.BAD_FILE, [(live.prompt_index, live.attempt)])
+                return
+        stored = [(live.file, live.stored) for live in batch.groups]
+        order = [(live.prompt_index, live.attempt) for live in batch.groups]
+        await journal.append(ev.UpdateBegan(update=batch.update, groups=order))
+        crashpoint("update.begun")
+        self._learner_holds = -1
+        executing = asyncio.get_running_loop().time()
+        result = await parts.learner.update(batch.update, groups, journal.take_tail())
+        crashpoint("update.executed")
+        ended = asyncio.get_running_loop().time()
+        figures = batch_figures([s for _, s in stored if s is not None], state)
+        await journal.append(
+            ev.UpdateApplied(
+                update=batch.update,
+                learner_try=state.learner_try,
+                policy_version=state.policy_version,
+                groups=order,
+                steps=result.steps,
+                staleness_max=figures.staleness_max,
+                staleness_mean=figures.staleness_mean,
+                staleness_max_updates=figures.staleness_max_updates,
+                metrics={**result.metrics, **figures.metrics, **_step_metrics(result)},
+                seconds={**result.seconds, "read": executing - started, "update": ended - executing},
+            )
+        )
+        self._learner_holds = batch.update
+        self._tries = 0
+        crashpoint("update.committed")
+
+    async def _publish(self) -> None:
+        parts, journal, state = self._parts, self._journal, self._journal.state
+        published = await parts.learner.gather(state.policy_version + 1)
+        crashpoint("publish.gathered")
+        await self._served_and_evaluated()
+        await journal.append(
+            ev.WeightsPublished(
+                version=published.version,
+                update=state.updates,
+                digest=published.digest,
+                bytes=len(published.payload),
+                final=state.exhausted or state.updates >= state.total.updates_total,
+            )
+        )
+        self._served = published
+        crashpoint("publish.committed")
+        self._serving = asyncio.ensure_future(self._serve(published))
+        stale = stale_after_publication(state)
+        if stale:
+            await self._reissue(ev.IssueReason.STALE, [(i.prompt_index, i.attempt - 1) for i in stale])
+
+    async def _serve(self, published: Published) -> None:
+        """Send a publication; then evaluate it, if that is due. Generation goes on meanwhile."""
+        self._feeder.kick()
+        await self._parts.pool.publish(published)
+        crashpoint("publish.sent")
+        self._feeder.kick()
+        await self._evaluate_if_due()
+
+    async def _evaluate_if_due(self) -> None:
+        parts, state = self._parts, self._journal.state
+        if not state.evaluation_due():
+            return
+        started = asyncio.get_running_loop().time()
+        groups = await parts.pool.evaluate(parts.prompts.evaluation())
+        samples = [sample for group in groups for sample in group.samples]
+        crashpoint("evaluate.before")
+        await self._journal.append(
+            ev.EvaluationDone(
+                policy_version=state.policy_version,
+                update=state.published_update,
+                size=len(samples),
+                reward_mean=sum(s.reward for s in samples) / len(samples),
+                length_mean=sum(len(s.ids) // 4 for s in samples) / len(samples),
+                truncated_frac=sum(s.truncated for s in samples) / len(samples),
+                seconds=asyncio.get_running_loop().time() - started,
+            )
+        )
+
+    async def _served_and_evaluated(self) -> None:
+        task, self._serving = self._serving, None
+        if task is not None:
+            await task
+
+    def _raise_if_serving_failed(self) -> None:
+        if self._serving is not None and self._serving.done():
+            self._serving.result()
+
+    async def _reissue(self, reason: ev.IssueReason, attempts: Sequence[tuple[int, int]]) -> None:
+        """Issue groups again whose attempt is still the named one, stored or not."""
+        issued: list[ev.Issue] = []
+
+        def decide(state: Any) -> list[ev.Event]:
+            for prompt_index, attempt in attempts:
+                group = state.live.get(prompt_index)
+                if group is not None and group.attempt == attempt:
+                    version = (
+                        state.policy_version if reason is ev.IssueReason.STALE else group.admission_version
+                    )
+                    issued.append(ev.Issue(prompt_index, attempt + 1, version))
+            return [ev.GroupsReissued(groups=issued, reason=reason)] if issued else []
+
+        if await self._journal.commit(decide):
+            self._feeder.submit(issued)
+
+    async def _finish(self, exhausted: Exhausted) -> None:
+        journal, state = self._journal, self._journal.state
+        self._feeder.paused = True
+        short = state.updates < state.total.updates_total
+        if short or state.live:
+            await journal.commit(
+                lambda s: [ev.GroupsDropped(prompt_indices=list(s.live), reason=ev.DropReason.UNUSED)]
+            )
+        if state.phase is Phase.SYNC:
+            await self._publish()
+        await self._served_and_evaluated()
+        if state.evaluation_due():
+            await self._evaluate_if_due()
+        await self._keeper.settle()
+        if state.updates and state.updates not in state.checkpoints:
+            await self._keeper.save(state.updates, self._served)
+            await self._keeper.settle()
+        crashpoint("end.before")
+        digest = self._served.digest if self._served else ""
+        if not short:
+            last: ev.Event = ev.RunCompleted(
+                updates=state.updates,
+                optimizer_steps=state.optimizer_steps,
+                policy_version=state.policy_version,
+                weights_digest=digest,
+            )
+        else:
+            last = ev.RunStopped(
+                updates=state.updates,
+                optimizer_steps=state.optimizer_steps,
+                policy_version=state.policy_version,
+                weights_digest=digest,
+                updates_short=state.total.updates_total - state.updates,
+                optimizer_steps_short=state.total.optimizer_steps_total - state.optimizer_steps,
+                because=exhausted.because,
+            )
+        await journal.append(last)
+        crashpoint("end.after")
+
+    # -- ends -----------------------------------------------------------------------------------------
+
+    async def _preempt(self, main: asyncio.Task[None]) -> None:
+        """Stop within the grace time: give up or finish the learner's work, checkpoint, say so."""
+        loop, state = asyncio.get_running_loop(), self._journal.state
+        deadline = loop.time() + 0.9 * self._parts.config.preempt.grace_seconds
+        self._feeder.paused = True
+        for_checkpoint = max(2.0 * self._keeper.seconds_last, 0.25 * self._parts.config.preempt.grace_seconds)
+        if state.phase is Phase.UPDATE:
+            await self._wait_for_update(main, deadline - for_checkpoint)
+        await _cancel(main)
+        if not main.cancelled() and main.exception() is None:
+            return  # it ended in that very moment
+        await self._checkpoint_before(deadline)
+        checkpoint = state.latest_checkpoint()
+        await self._journal.append(
+            ev.RunPreempted(
+                updates=state.updates,
+                optimizer_steps=state.optimizer_steps,
+                checkpoint_update=checkpoint.update if checkpoint else 0,
+                because=self._stop_because,
+            )
+        )
+
+    async def _wait_for_update(self, main: asyncio.Task[None], deadline: float) -> None:
+        loop, state = asyncio.get_running_loop(), self._journal.state
+        while state.phase is Phase.UPDATE and not main.done() and loop.time() < deadline:
+            changed = asyncio.ensure_future(self._journal.changed().wait())
+            await asyncio.wait(
+                {main, changed}, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
+            )
+            await _cancel(changed)
+
+    async def _checkpoint_before(self, deadline: float) -> None:
+        state, loop = self._journal.state, asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._keeper.settle()
+                if state.updates > 0 and self._learner_holds == state.updates not in state.checkpoints:
+                    await self._keeper.save(state.updates, self._served)
+                    await self._keeper.settle()
+        except (TimeoutError, LearnerGone) as error:
+            # Not lost: the log holds every update, and the next driver redoes what no checkpoint has.
+            self._stop_because += f"; no checkpoint of update {state.updates} ({type(error).__name__})"
+        del loop
+
+    async def _fail(self, error: BaseException) -> None:
+        """Record the failure, if the log takes it; a fenced or broken log is left as it is."""
+        state = self._journal.state
+        if self._journal.broken or state.ended or isinstance(error, FencedOut | WrongSeq):
+            return
+        facts = dict(error.facts) if isinstance(error, SurefootError) else {}
+        try:
+            await self._journal.append(
+                ev.RunFailed(
+                    code=error.code if isinstance(error, SurefootError) else type(error).__name__,
+                    error=str(error) or type(error).__name__,
+                    updates=state.updates,
+                    optimizer_steps=state.optimizer_steps,
+                    facts={
+                        key: value for key, value in facts.items() if isinstance(value, str | int | float)
+                    },
+                )
+            )
+        except (LogError, OSError) as second:
+            error.add_note(f"and the log did not take the failure: {second}")
+
+    async def _close(self) -> None:
+        await asyncio.gather(self._parts.pool.close(), self._parts.learner.close())
+        await self._journal.release()
+
+    async def _heartbeats(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await self._journal.heartbeat()
+
+
+def outcome_of(state: Any, already: bool = False) -> Outcome:
+    """The outcome of a run as its fold says it."""
+    end = state.end
+    message = {
+        Phase.COMPLETED: f"completed: {state.updates} updates, {state.optimizer_steps} optimizer steps",
+        Phase.STOPPED: f"stopped short at update {state.updates}: {getattr(end, 'because', '')}",
+        Phase.PREEMPTED: f"preempted at update {state.updates}: {getattr(end, 'because', '')}",
+        Phase.FAILED: f"failed at update {state.updates}: {getattr(end, 'error', '')}",
+    }.get(state.phase, f"open in phase {state.phase}")
+    return Outcome(
+        phase=state.phase,
+        updates=state.updates,
+        optimizer_steps=state.optimizer_steps,
+        policy_version=state.policy_version,
+        message=("already " if already else "") + message,
+        already=already,
+    )
+
+
+def _digest_at(rows: Sequence[Any]) -> str:
+    from ..statemachine.state import fold
+
+    return fold(rows).digest()
+
+
+def _step_metrics(result: UpdateResult) -> dict[str, ev.Number]:
+    last = result.steps[-1]
+    return {"optim/lr": last.learning_rate, "optim/grad_norm": last.grad_norm, "loss": last.loss}
+
+
+async def _cancel(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel what is still running and wait until it has ended; errors of others are theirs to raise."""
+    live = [task for task in tasks if task is not None]
+    for task in live:
+        task.cancel()
+    if live:
+        await asyncio.gather(*live, return_exceptions=True)

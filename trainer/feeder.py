@@ -1,0 +1,181 @@
+"""The feeder: keeps free slots busy and turns answers into stored groups.
+
+It owns no state: what may be admitted, which attempt of a group counts and what is left to issue again are
+read from the fold under the journal's lock. Two invariants: an attempt is in the log before a worker hears
+of it, and a group's file is durable before the event that names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+from ..rollout.protocols import Answer, Group, GroupDone, GroupFailed, StoredFile, WorkerLost
+from ..statemachine.admission import admissions, reissues
+from ..statemachine.crashpoints import crashpoint
+from ..statemachine.events import (
+    AnswerRefused,
+    AttemptFailed,
+    DropReason,
+    Event,
+    GroupsAdmitted,
+    GroupsDropped,
+    GroupsReissued,
+    GroupsStored,
+    Issue,
+    IssueReason,
+    StoredGroup,
+    WorkerReplaced,
+    number,
+)
+from ..statemachine.state import LiveGroup, RunState
+from .packing import unpack_i32
+from .parts import Parts
+
+
+class Feeder:
+    """Admission and answers of one incarnation."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._kick = asyncio.Event()
+        self._file_numbers = itertools.count(1)
+        self.paused = False  # set when the run is about to end: nothing more is admitted
+
+    def kick(self) -> None:
+        """Look again: slots, window or groups may have changed."""
+        self._kick.set()
+
+    async def admit_forever(self) -> None:
+        """Fill free slots whenever something has changed."""
+        while True:
+            self._kick.clear()
+            await self._admit()
+            await self._kick.wait()
+
+    async def answer_forever(self) -> None:
+        """Take answers as they come; those of one moment share a file and a transaction."""
+        while True:
+            answers = await self._parts.pool.answers()
+            await self._receive(answers)
+            self.kick()
+
+    async def _admit(self) -> None:
+        if self.paused:
+            return
+        parts = self._parts
+        issued: list[Issue] = []
+
+        def decide(state: RunState) -> list[Event]:
+            issued.clear()
+            slots = parts.pool.free_slots()
+            if slots <= 0 or state.exhausted or self.paused:
+                return []
+            events: list[Event] = []
+            for reason, issues in reissues(state, slots, parts.config.rollout.max_attempts).items():
+                events.append(GroupsReissued(groups=issues, reason=reason))
+                issued.extend(issues)
+            fresh = admissions(state, slots - len(issued))
+            if fresh:
+                events.append(GroupsAdmitted(groups=fresh))
+                issued.extend(fresh)
+            if events:
+                crashpoint("admit.before")
+            return events
+
+        if await parts.journal.commit(decide):
+            crashpoint("admit.after")
+            self.submit(issued)
+
+    def submit(self, issues: Sequence[Issue]) -> None:
+        """Hand committed attempts to workers."""
+        self._parts.pool.submit([self._parts.prompts.request(issue) for issue in issues])
+
+    async def _receive(self, answers: Sequence[Answer]) -> None:
+        journal = self._parts.journal
+        done: dict[tuple[int, int], Group] = {}
+        for answer in answers:
+            if isinstance(answer, GroupDone):
+                done[answer.group.prompt_index, answer.group.attempt] = answer.group
+            elif isinstance(answer, WorkerLost):
+                await journal.append(WorkerReplaced(worker=answer.worker, because=answer.because))
+        failed = [answer for answer in answers if isinstance(answer, GroupFailed)]
+        wanted = {key: group for key, group in done.items() if is_current(journal.state, *key)}
+        file, places = "", dict[tuple[int, int], StoredFile]()
+        if wanted:
+            crashpoint("group.write.before")
+            file = f"g{journal.incarnation:04d}-{next(self._file_numbers):07d}.msgpack"
+            stored = await self._parts.blocking(self._parts.store.write, file, list(wanted.values()))
+            places = dict(zip(wanted, stored, strict=True))
+            crashpoint("group.write.after")
+
+        def decide(state: RunState) -> list[Event]:
+            events: list[Event] = []
+            keep: list[StoredGroup] = []
+            for key, group in done.items():
+                if key in places and is_current(state, *key):
+                    keep.append(describe(group, places[key]))
+                else:
+                    events.append(refusal(state, *key, "another attempt of the group counts"))
+            for answer in failed:
+                key = (answer.prompt_index, answer.attempt)
+                if is_current(state, *key):
+                    events.append(
+                        AttemptFailed(
+                            prompt_index=answer.prompt_index,
+                            attempt=answer.attempt,
+                            reason=answer.reason,
+                            error=answer.error,
+                        )
+                    )
+                elif answer.reason is IssueReason.FAILED:
+                    events.append(refusal(state, *key, answer.error))
+            if keep:
+                events.append(GroupsStored(file=file, groups=keep))
+                flat = [group.prompt_index for group in keep if has_no_spread(group)]
+                if flat and self._parts.config.algorithm.drop_no_spread:
+                    events.append(GroupsDropped(prompt_indices=flat, reason=DropReason.NO_SPREAD))
+            return events
+
+        if await journal.commit(decide) and places:
+            crashpoint("group.stored")
+
+
+def is_current(state: RunState, prompt_index: int, attempt: int) -> bool:
+    """Whether an answer of this attempt is still wanted."""
+    group: LiveGroup | None = state.live.get(prompt_index)
+    return group is not None and group.attempt == attempt and group.under_way
+
+
+def refusal(state: RunState, prompt_index: int, attempt: int, because: str) -> AnswerRefused:
+    """The record of a late answer."""
+    group = state.live.get(prompt_index)
+    return AnswerRefused(
+        prompt_index=prompt_index,
+        attempt=attempt,
+        current_attempt=group.attempt if group else 0,
+        because=because,
+    )
+
+
+def has_no_spread(group: StoredGroup) -> bool:
+    """Whether all rewards of the group are equal: it has no advantage to learn from."""
+    return len(set(group.rewards)) <= 1
+
+
+def describe(group: Group, place: StoredFile) -> StoredGroup:
+    """What the log says of a stored group: enough to audit it without its tokens."""
+    versions = [unpack_i32(sample.versions) for sample in group.samples]
+    return StoredGroup(
+        prompt_index=group.prompt_index,
+        attempt=group.attempt,
+        offset=place.offset,
+        size=place.size,
+        digest=place.digest,
+        rewards=[number(sample.reward) for sample in group.samples],
+        lengths=[len(sample) for sample in versions],
+        truncated=[sample.truncated for sample in group.samples],
+        oldest_versions=[min(sample) for sample in versions],
+        newest_versions=[max(sample) for sample in versions],
+    )

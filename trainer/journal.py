@@ -1,0 +1,139 @@
+"""The journal: one run's log as its driver writes it, and the state that the log adds up to.
+
+Owns the folded `RunState` and the phase machine, and is the only path by which either changes: a decision is
+made by a function of the state under the journal's lock, committed in one transaction, then folded, then
+told to listeners. The invariant: `state` never holds anything that is not committed, and nobody decides
+on a state that an append under way is about to change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from ..statemachine.crashpoints import crashpoint
+from ..statemachine.errors import LogError, SurefootError
+from ..statemachine.events import Event
+from ..statemachine.log import EventLog, EventRow, RunHead, build_rows
+from ..statemachine.phases import Phases, destination
+from ..statemachine.state import RunState
+
+T = TypeVar("T")
+Listener = Callable[[EventRow, Event, RunState], None]
+Blocking = Callable[..., Awaitable[Any]]
+"""`await blocking(fn, *args)`: run a blocking call off the event loop (a simulator runs it in place)."""
+
+
+def utc_now() -> str:
+    """The time as events carry it: for people, never read by replay."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+class Journal:
+    """The one writer of a run, in one incarnation."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        head: RunHead,
+        state: RunState,
+        *,
+        blocking: Blocking,
+        now: Callable[[], str] = utc_now,
+    ) -> None:
+        self.log = log
+        self.run_id = head.run_id
+        self.state = state
+        self.incarnation = head.incarnation
+        self.phases = Phases(state.phase)
+        self.listeners: list[Listener] = []
+        self.seconds_appending = 0.0
+        self._blocking = blocking
+        self._now = now
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._broken: BaseException | None = None
+        self._tail: list[EventRow] = []  # rows that the learner has not been handed yet
+
+    async def append(self, *events: Event) -> None:
+        """Commit events that do not depend on what else is being decided."""
+        await self.commit(lambda state: list(events))
+
+    async def commit(self, decide: Callable[[RunState], Sequence[Event]]) -> list[Event]:
+        """Decide under the lock, commit in one transaction, fold, tell. Returns the events.
+
+        The append goes on if the caller is cancelled, so that log and state stay equal. After a failed
+        append nothing more is written: whatever its outcome was, the log will say it to the next driver.
+        Raises FencedOut, WrongSeq, IllegalEvent, and whatever the database raised.
+        """
+        return await asyncio.shield(asyncio.ensure_future(self._commit(decide)))
+
+    async def _commit(self, decide: Callable[[RunState], Sequence[Event]]) -> list[Event]:
+        async with self._lock:
+            if self._broken is not None:
+                raise LogError(f"the log took no more events after: {self._broken}") from self._broken
+            events = list(decide(self.state))
+            if not events:
+                return []
+            destination(self.state, events[0])  # refused before it is written
+            crashpoint("log.append.before")
+            rows = build_rows(
+                self.run_id, self.state.seq, self.state.hash, self.incarnation, events, self._now()
+            )
+            started = asyncio.get_running_loop().time()
+            try:
+                await self._blocking(self.log.append, self.run_id, self.state.seq, self.incarnation, rows)
+            except BaseException as error:
+                self._broken = error
+                raise
+            self.seconds_appending += asyncio.get_running_loop().time() - started
+            crashpoint("log.append.after")
+            for row, event in zip(rows, events, strict=True):
+                self._fold(row, event)
+            self._tail.extend(rows)
+            self._changed.set()
+            self._changed = asyncio.Event()
+            return events
+
+    def _fold(self, row: EventRow, event: Event) -> None:
+        try:
+            self.phases.move(self.state, event)
+            self.state.apply(row, event)
+        except SurefootError as error:
+            self._broken = error
+            raise
+        for listener in self.listeners:
+            listener(row, event, self.state)
+
+    @property
+    def broken(self) -> bool:
+        """Whether an append failed: nothing more can be written by this driver."""
+        return self._broken is not None
+
+    def changed(self) -> asyncio.Event:
+        """An event that is set by the next commit; take it before looking at the state."""
+        return self._changed
+
+    def take_tail(self) -> list[EventRow]:
+        """Rows committed since the last call."""
+        rows, self._tail = self._tail, []
+        return rows
+
+    async def heartbeat(self) -> None:
+        """Say that this driver lives. Raises FencedOut."""
+        await self._blocking(self.log.heartbeat, self.run_id, self.incarnation)
+
+    async def read_all(self) -> list[EventRow]:
+        """Every committed row; the tail starts again after it."""
+        async with self._lock:
+            rows = await self._blocking(lambda: list(self.log.read(self.run_id)))
+            self._tail = []
+            return rows
+
+    async def release(self) -> None:
+        """Close the run: the next driver need not ask who lives."""
+        async with self._lock:
+            if self._broken is None:
+                await self._blocking(self.log.release, self.run_id, self.incarnation)

@@ -1,0 +1,118 @@
+"""The keeper: checkpoints from snapshot to commit, and the deletion of what nothing will ask for again.
+
+A checkpoint's files get a fresh name and count only once their event is committed; files are deleted only
+after an event has retired them; what no event names is swept when a run is taken over. One checkpoint is
+under way at a time, and training goes on beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ..rollout.protocols import Published
+from ..statemachine.crashpoints import crashpoint
+from ..statemachine.events import CheckpointCommitted, Event, FilesRetired
+from ..statemachine.state import RunState
+from .parts import Parts
+
+
+class Keeper:
+    """Checkpoints and retirement of one incarnation."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._under_way: asyncio.Task[None] | None = None
+        self._tries = 0
+        self.seconds_last = 0.0  # what the last checkpoint took, from snapshot to commit
+
+    async def sweep(self) -> None:
+        """Delete what no event names. Only right after a take-over, before anything is written."""
+        parts, state = self._parts, self._parts.journal.state
+        strays = [name for name in await parts.blocking(parts.store.names) if name not in state.files]
+        if strays:
+            await parts.blocking(parts.store.delete, strays)
+        kept = {checkpoint.path for checkpoint in state.checkpoints.values()}
+        for path in await parts.blocking(parts.checkpoints.names):
+            if path not in kept:
+                await parts.blocking(parts.checkpoints.delete, path)
+
+    def is_due(self, update: int) -> bool:
+        """Whether the config asks for a checkpoint of this update."""
+        total = self._parts.journal.state.total
+        return update > 0 and (
+            update % self._parts.config.checkpoint.every_updates == 0 or update >= total.updates_total
+        )
+
+    async def save(self, update: int, served: Published | None) -> None:
+        """Take the snapshot of `update`, which the learner now holds; commit in the background.
+
+        `served` is what workers generate with; it is kept in the checkpoint if it is of an older update.
+        """
+        await self.settle()
+        parts, state = self._parts, self._parts.journal.state
+        if update in state.checkpoints:
+            return
+        self._tries += 1
+        path = f"u{update:06d}-i{state.incarnation:04d}-{self._tries:03d}"
+        head_seq, head_hash = state.seq, state.hash
+        older = served if served is not None and served.version > 0 and served.update < update else None
+        started = asyncio.get_running_loop().time()
+        await parts.learner.save(path, head_seq, head_hash, older)
+        policy_version = state.policy_version
+        self._under_way = asyncio.ensure_future(
+            self._commit(path, update, policy_version, head_seq, head_hash, started)
+        )
+
+    async def _commit(
+        self, path: str, update: int, policy_version: int, head_seq: int, head_hash: str, started: float
+    ) -> None:
+        saved = await self._parts.learner.saved()
+        total = self._parts.journal.state.total
+        await self._parts.journal.append(
+            CheckpointCommitted(
+                update=update,
+                optimizer_steps=update * total.minibatches * total.passes,
+                policy_version=policy_version,
+                path=path,
+                manifest_digest=saved.manifest_digest,
+                weights_digest=saved.weights_digest,
+                bytes=saved.bytes,
+                head_seq=head_seq,
+                head_hash=head_hash,
+            )
+        )
+        self.seconds_last = asyncio.get_running_loop().time() - started
+        crashpoint("checkpoint.committed")
+        await self.retire()
+
+    async def settle(self) -> None:
+        """Wait for the checkpoint under way, if there is one. Raises what it raised."""
+        task, self._under_way = self._under_way, None
+        if task is not None:
+            await task
+
+    def abandon(self) -> None:
+        """Forget the checkpoint under way: its learner is gone, its files are swept later."""
+        if self._under_way is not None:
+            self._under_way.cancel()
+            self._under_way = None
+
+    async def retire(self) -> None:
+        """Retire by an event, then delete, what every kept checkpoint covers."""
+        parts = self._parts
+        gone: list[FilesRetired] = []
+
+        def decide(state: RunState) -> list[Event]:
+            checkpoints, files = state.retirable(parts.config.checkpoint.keep)
+            if not checkpoints and not files:
+                return []
+            gone.append(FilesRetired(checkpoints=[c.path for c in checkpoints], group_files=files))
+            return list(gone)
+
+        await parts.journal.commit(decide)
+        for event in gone:
+            crashpoint("retire.committed")
+            await parts.blocking(parts.store.delete, event.group_files)
+            for path in event.checkpoints:
+                await parts.blocking(parts.checkpoints.delete, path)
+            crashpoint("retire.deleted")

@@ -1,0 +1,192 @@
+"""Redo: from the last usable checkpoint to the log's head, out of stored groups, compared step by step.
+
+A new run and a resumed one take this one path: with an empty log there is nothing to load and nothing to
+redo. The invariant: when `redo` returns, the learner holds exactly the weights of the last recorded update,
+and what is returned are the weights of the last publication.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..rollout.protocols import Group, Published, StoredFile
+from ..statemachine.crashpoints import crashpoint
+from ..statemachine.errors import CheckpointUnusable, Diverged, GroupUnusable, RunFailedError
+from ..statemachine.events import (
+    CheckpointCommitted,
+    CheckpointLost,
+    StoredGroup,
+    UpdatesRedone,
+    WeightsRemade,
+    number,
+)
+from ..statemachine.state import UpdateRecord
+from .keeper import Keeper
+from .parts import Parts
+from .protocols import LearnerReady, UpdateResult
+
+
+@dataclass
+class Deviation:
+    """How far redone updates were from their records."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    same_execution: bool = True
+    accepted: bool = False
+
+
+async def read_group(parts: Parts, file: str, stored: StoredGroup) -> Group:
+    """One stored group, digest checked. Raises GroupUnusable."""
+    place = StoredFile(file=file, offset=stored.offset, size=stored.size, digest=stored.digest)
+    return await parts.blocking(parts.store.read, place)
+
+
+async def redo(parts: Parts, keeper: Keeper, ready: LearnerReady, served: Published | None) -> Published:
+    """Bring the learner to the log's head. `served`: the last publication, where it is still in memory.
+
+    Raises Diverged, RunFailedError (a needed group file is gone), LearnerGone.
+    """
+    journal, state = parts.journal, parts.journal.state
+    version, published_update = state.policy_version, state.published_update
+    if served is not None and served.version != version:
+        served = None
+    if served is None and version == 0:
+        served = parts.initial_weights()
+    base, served = await _load(parts, served)
+    deviation = Deviation()
+    first, last = base + 1, state.updates
+    for update in range(first, last + 1):
+        record = state.records.get(update)
+        if record is None:
+            raise RunFailedError(
+                f"update {update} must be redone, but its groups were retired with an older checkpoint: "
+                "no kept checkpoint covers it; restore a checkpoint or start a new run",
+                update=update,
+            )
+        batch = [await _read_for_redo(parts, update, file, stored) for file, stored in record.places]
+        result = await parts.learner.update(update, batch, journal.take_tail())
+        _compare(record, result, ready, deviation, state.accept_divergence)
+        crashpoint("redo.update")
+        if update == published_update and served is None:
+            served = await parts.learner.gather(version)
+        if keeper.is_due(update):
+            await keeper.save(update, served)
+    await keeper.settle()
+    if served is None:
+        raise RunFailedError(
+            f"the weights of policy version {version} (update {published_update}) could not be made again",
+            policy_version=version,
+        )
+    if last >= first:
+        await journal.append(
+            UpdatesRedone(
+                learner_try=state.learner_try,
+                checkpoint_update=base,
+                first_update=first,
+                last_update=last,
+                same_execution=deviation.same_execution,
+                loss_deviation=number(deviation.loss),
+                grad_norm_deviation=number(deviation.grad_norm),
+                accepted_divergence=deviation.accepted,
+            )
+        )
+        crashpoint("redo.done")
+    if version > 0 and served.digest != state.published_digest:
+        if deviation.same_execution and not state.accept_divergence:
+            raise Diverged(
+                f"policy version {version} was made again with digest {served.digest}, its record says "
+                f"{state.published_digest}: pass --accept-divergence to go on with the new weights",
+                seq=state.seq,
+                update=published_update,
+            )
+        await journal.append(
+            WeightsRemade(
+                version=version,
+                update=published_update,
+                digest=served.digest,
+                recorded_digest=state.published_digest,
+            )
+        )
+    return served
+
+
+async def _load(parts: Parts, served: Published | None) -> tuple[int, Published | None]:
+    """Load the newest usable checkpoint; says which were not. Returns its update (0: initial weights)."""
+    journal, state = parts.journal, parts.journal.state
+    while (checkpoint := state.latest_checkpoint()) is not None:
+        try:
+            await parts.learner.load(checkpoint)
+            return checkpoint.update, await _served_at(parts, checkpoint, served)
+        except CheckpointUnusable as error:
+            await journal.append(
+                CheckpointLost(update=checkpoint.update, path=checkpoint.path, because=str(error))
+            )
+    return 0, served
+
+
+async def _served_at(
+    parts: Parts, checkpoint: CheckpointCommitted, served: Published | None
+) -> Published | None:
+    state = parts.journal.state
+    if served is not None or state.published_update > checkpoint.update:
+        return served
+    if state.published_update == checkpoint.update:
+        return await parts.learner.gather(state.policy_version)
+    return await parts.learner.served(checkpoint)
+
+
+async def _read_for_redo(parts: Parts, update: int, file: str, stored: StoredGroup) -> Group:
+    try:
+        return await read_group(parts, file, stored)
+    except GroupUnusable as error:
+        raise RunFailedError(
+            f"update {update} must be redone and needs group {stored.prompt_index}: {error}; "
+            "restore the file, or start a new run",
+            update=update,
+            prompt_index=stored.prompt_index,
+        ) from error
+
+
+def _compare(
+    record: UpdateRecord,
+    result: UpdateResult,
+    ready: LearnerReady,
+    deviation: Deviation,
+    accept_divergence: bool,
+) -> None:
+    """Compare a redone update with its record. Raises Diverged where a difference should not be."""
+    same = record.fingerprint == ready.fingerprint
+    deviation.same_execution = deviation.same_execution and same
+    for was, now in zip(record.event.steps, result.steps, strict=True):
+        if (was.optimizer_step, was.learning_rate) != (now.optimizer_step, now.learning_rate):
+            raise Diverged(
+                f"event {record.seq}: update {record.event.update} was recorded with optimizer step "
+                f"{was.optimizer_step} at learning rate {was.learning_rate}, redone with "
+                f"{now.optimizer_step} at {now.learning_rate}",
+                seq=record.seq,
+                update=record.event.update,
+            )
+        equal = (was.loss, was.grad_norm, was.applied) == (now.loss, now.grad_norm, now.applied)
+        deviation.loss = max(deviation.loss, _difference(was.loss, now.loss))
+        deviation.grad_norm = max(deviation.grad_norm, _difference(was.grad_norm, now.grad_norm))
+        if equal or (not same and was.applied == now.applied):
+            continue
+        if not accept_divergence:
+            raise Diverged(
+                f"event {record.seq}: update {record.event.update}, optimizer step {was.optimizer_step} was "
+                f"recorded with loss {was.loss}, gradient norm {was.grad_norm}, applied {was.applied}; "
+                f"redone on the same execution it gives {now.loss}, {now.grad_norm}, {now.applied}: pass "
+                "--accept-divergence to go on with it",
+                seq=record.seq,
+                update=record.event.update,
+            )
+        deviation.accepted = True
+
+
+def _difference(was: float | str, now: float | str) -> float:
+    if was == now:
+        return 0.0
+    difference = abs(float(was) - float(now))
+    return math.inf if math.isnan(difference) else difference
