@@ -1,0 +1,88 @@
+"""The display shows the fold's figures: in a panel on a terminal, elsewhere one plain line an update."""
+
+from __future__ import annotations
+
+import io
+import re
+
+from rich.console import Console
+from surefoot.statemachine.state import RunState
+from surefoot.trainer.display import Display, Progress, clock
+
+from .stories import Story
+
+
+def shown(story: Story, *, terminal: bool = False, after_seq: int = 0) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=100)
+    state = RunState()
+    with Display("a", console) as display:
+        for row in story.rows:
+            event = state.apply(row)
+            if row.seq > after_seq:
+                display.on_event(row, event, state)
+    return out.getvalue()
+
+
+def test_without_a_terminal_each_update_is_one_plain_line() -> None:
+    text = shown(Story().began().updated(reward=0.125).updated())
+    lines = [line for line in text.splitlines() if line.startswith("update ")]
+    assert len(lines) == 2 and "\x1b" not in text
+    assert lines[0].startswith("update 1/4  optimizer step 1/4  learning rate 1.000e-03  reward 0.125")
+    for name in ("policy version", "staleness", "tokens/s", "to go"):
+        assert name in lines[1]
+
+
+def test_update_optimizer_step_and_policy_version_are_told_apart() -> None:
+    story = Story(sets=["sync.every_updates=4", "batch.minibatches=2", "data.size=20"]).began()
+    for _ in range(5):
+        story.updated()
+    line = [line for line in shown(story).splitlines() if line.startswith("update ")][-1]
+    assert "update 5/5" in line and "optimizer step 10/10" in line and "policy version 1" in line
+
+
+def test_a_run_that_goes_on_starts_its_display_where_it_stands() -> None:
+    story = Story(sets=["data.size=400"]).began()
+    for _ in range(96):
+        story.updated()
+    head = len(story.rows)
+    story.began()
+    progress, state = Progress(), RunState()
+    for row in story.rows:
+        event = state.apply(row)
+        if row.seq > head:
+            progress.take(row, event, state)
+            assert progress.figures()[0] == ("update", "96/100")
+    assert "reward -" not in shown(story.updated(), after_seq=head)
+
+
+def test_rates_are_of_the_last_updates_of_this_incarnation() -> None:
+    # Stories have an event a second; an update has 5 events, 4 groups of 2 samples of 5 tokens.
+    story = Story(sets=["data.size=400"]).began().updated().updated().updated().began().updated().updated()
+    progress, state = Progress(), RunState()
+    for row in story.rows:
+        progress.take(row, state.apply(row), state)
+    assert progress.updates == 5
+    # from WorkersReady to the second update applied after it: 9 seconds, 80 tokens, 2 updates
+    assert progress.tokens_per_second == 80 / 9
+    assert progress.seconds_to_go == 9 / 2 * 95
+
+
+def test_a_terminal_gets_a_panel_and_no_line_an_update() -> None:
+    text = shown(Story().began().updated(), terminal=True)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert "run a, incarnation 1" in plain and "optimizer step" in plain and "1/4" in plain
+    assert "phase" in plain and "Rollout" in plain
+    assert not [line for line in plain.splitlines() if line.startswith("update 1/4")]
+
+
+def test_what_else_happens_is_said_in_a_line() -> None:
+    story = Story(sets=["eval.every_updates=1"]).began().evaluated(0.4)
+    text = shown(story)
+    assert "incarnation 1 began (new)" in text
+    assert "budget committed: 4 updates, 4 optimizer steps, 4 publications" in text
+    assert "policy version 0 (update 0): held-out reward 0.400 over 8 rows" in text
+
+
+def test_clock_reads_as_hours_minutes_seconds() -> None:
+    assert [clock(s) for s in (None, 0, 59.6, 61, 3661)] == ["-", "0:00", "1:00", "1:01", "1:01:01"]
