@@ -126,6 +126,13 @@ class LogBroken(LogError):
     code = "log_broken"
 
 
+class LogUnavailable(LogError, OSError):
+    """The database did not answer or could not write. What was asked may have been done or not; to ask for
+    the very same again is safe."""
+
+    code = "log_unavailable"
+
+
 class IllegalEvent(SurefootError, RuntimeError):
     """An event that the folded state does not allow. Facts: seq, event."""
 
@@ -148,6 +155,12 @@ class GroupUnusable(SurefootError, OSError):
     """A group file is missing or does not match its digest. Facts: file, prompt_index."""
 
     code = "group_unusable"
+
+
+class RewardFailed(SurefootError, RuntimeError):
+    """A reward function raised, ran out of time or gave no finite number. Facts: row_index."""
+
+    code = "reward_failed"
 
 
 class CheckpointUnusable(SurefootError, OSError):
