@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 CRASHPOINTS: dict[str, str] = {
     "log.created": "the run's first events are committed",
@@ -47,6 +49,7 @@ CRASHPOINTS: dict[str, str] = {
 }
 
 _armed: list[tuple[str, int]] = []
+_watchers: list[Callable[[str], None]] = []
 
 
 def _read_environment() -> None:
@@ -64,8 +67,20 @@ _reached: dict[str, int] = {}
 def crashpoint(name: str) -> None:
     """Die here if armed. Raises KeyError for a name that is not registered."""
     CRASHPOINTS[name]
+    for watcher in _watchers:
+        watcher(name)
     if not _armed:
         return
     _reached[name] = _reached.get(name, 0) + 1
     if (name, _reached[name]) in _armed:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def watched(watcher: Callable[[str], None]) -> Iterator[None]:
+    """Call `watcher` at every place that is reached: a simulator dies by raising from it."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)

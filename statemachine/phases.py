@@ -200,19 +200,20 @@ class Phases:
         name = type_of(event)
         if name not in _by_event:
             return True
-        may = cast(Callable[..., bool], getattr(self, f"may_{name}"))
-        return may(state, event) or name in _MAY_STAY
+        return self._moves(state, event) or name in _MAY_STAY
 
     def move(self, state: RunState, event: Event) -> None:
         """Follow one committed event; `state` is the fold before it. Raises IllegalEvent."""
         name = type_of(event)
         if name not in _by_event:
             return
-        if not self.may(state, event):
-            destination(state, event)  # raises, and says why
-        trigger = cast(Callable[..., bool], getattr(self, name))
-        if not trigger(state, event) and name not in _MAY_STAY:
-            raise IllegalEvent(f"{name} did not move the phase machine", seq=state.seq + 1, event=name)
+        if not self._moves(state, event):
+            destination(state, event)  # raises, and says why, unless the event may stay
+            return
+        cast(Callable[..., bool], getattr(self, name))(state, event)
+
+    def _moves(self, state: RunState, event: Event) -> bool:
+        return cast(Callable[..., bool], getattr(self, f"may_{type_of(event)}"))(state, event)
 
 
 def phase_machine(

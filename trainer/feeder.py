@@ -95,9 +95,13 @@ class Feeder:
     async def _receive(self, answers: Sequence[Answer]) -> None:
         journal = self._parts.journal
         done: dict[tuple[int, int], Group] = {}
+        repeated: list[tuple[int, int]] = []
         for answer in answers:
             if isinstance(answer, GroupDone):
-                done[answer.group.prompt_index, answer.group.attempt] = answer.group
+                key = (answer.group.prompt_index, answer.group.attempt)
+                if key in done:
+                    repeated.append(key)
+                done[key] = answer.group
             elif isinstance(answer, WorkerLost):
                 await journal.append(WorkerReplaced(worker=answer.worker, because=answer.because))
         failed = [answer for answer in answers if isinstance(answer, GroupFailed)]
@@ -111,7 +115,7 @@ class Feeder:
             crashpoint("group.write.after")
 
         def decide(state: RunState) -> list[Event]:
-            events: list[Event] = []
+            events: list[Event] = [refusal(state, *key, "it was answered twice") for key in repeated]
             keep: list[StoredGroup] = []
             for key, group in done.items():
                 if key in places and is_current(state, *key):

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from ..statemachine.crashpoints import crashpoint
-from ..statemachine.errors import LogError, SurefootError
+from ..statemachine.errors import SurefootError
 from ..statemachine.events import Event
 from ..statemachine.log import EventLog, EventRow, RunHead, build_rows
 from ..statemachine.phases import Phases, destination
@@ -73,7 +73,7 @@ class Journal:
     async def _commit(self, decide: Callable[[RunState], Sequence[Event]]) -> list[Event]:
         async with self._lock:
             if self._broken is not None:
-                raise LogError(f"the log took no more events after: {self._broken}") from self._broken
+                raise self._broken  # whoever asks is told why nothing more is written
             events = list(decide(self.state))
             if not events:
                 return []
