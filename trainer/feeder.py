@@ -11,6 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
+from ..rollout.packing import unpack_i32
 from ..rollout.protocols import Answer, Group, GroupDone, GroupFailed, StoredFile, WorkerLost
 from ..statemachine.admission import admissions, reissues
 from ..statemachine.crashpoints import crashpoint
@@ -30,7 +31,6 @@ from ..statemachine.events import (
     number,
 )
 from ..statemachine.state import LiveGroup, RunState
-from .packing import unpack_i32
 from .parts import Parts
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-
+from surefoot.rollout.packing import pack_f32, pack_i32
 from surefoot.rollout.protocols import (
     Answer,
     Group,
@@ -47,7 +47,6 @@ from surefoot.statemachine.state import RunState, fold
 from surefoot.trainer.config import Config, load_config
 from surefoot.trainer.driver import Driver
 from surefoot.trainer.journal import Journal
-from surefoot.trainer.packing import pack_f32, pack_i32
 from surefoot.trainer.parts import Parts
 from surefoot.trainer.protocols import LearnerReady, SavedCheckpoint, UpdateResult
 
