@@ -1,0 +1,244 @@
+"""The audit: recomputes every identity of a run from the raw rows of its log, and says which hold.
+
+It reads nothing else, believes no counter, and shares no code with the fold: what the fold would refuse to
+apply, the audit names. It holds one byte and one hash per prompt and row, and looks at each row once.
+Invariant: a broken log never ends an audit; it is a failed check that names the seq.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from .audit_findings import CHECKS, Facts
+from .audit_groups import GroupAudit
+from .audit_learning import LearningAudit
+from .audit_lives import LivesAudit
+from .audit_storage import StorageAudit
+from .errors import LogError
+from .events import WorkerReplaced, decode
+from .log import GENESIS_HASH, EventRow, RunHead, row_hash
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One identity: whether it holds, and the figures or the first violations."""
+
+    id: str
+    ok: bool
+    detail: str
+
+
+class AuditReport(msgspec.Struct, frozen=True):
+    """Every check in the order of `CHECKS`, and what the log adds up to."""
+
+    ok: bool
+    checks: list[Check]
+    totals: dict[str, Any]
+
+
+def audit(rows: Iterable[EventRow], head: RunHead | None = None) -> AuditReport:
+    """Audit a run from all of its rows, in order; with `head`, also that the log ends where the run says.
+
+    Never raises for what the log holds; an error of the database that is not about its rows goes through.
+    """
+    auditor = _Auditor()
+    try:
+        for row in rows:
+            auditor.take(row)
+    except LogError as error:
+        auditor.facts.violation("chain", auditor.seq + 1, str(error))
+    if head is not None:
+        auditor.compare_with_head(head)
+    return auditor.report()
+
+
+class _Auditor:
+    def __init__(self) -> None:
+        facts = self.facts = Facts()
+        self.groups = groups = GroupAudit(facts)
+        self.learning = learning = LearningAudit(facts, groups)
+        self.storage = storage = StorageAudit(facts, groups, learning)
+        self.lives = lives = LivesAudit(facts, groups, learning, storage)
+        self.run_id: str | None = None
+        self.seq = 0
+        self.hash = GENESIS_HASH
+        self.rows = 0
+        self.workers_replaced = 0
+        self._handlers: dict[str, Callable[[Any, int], None]] = {
+            "RunCreated": lives.on_created,
+            "IncarnationBegan": lives.on_incarnation,
+            "BudgetResolved": lives.on_budget,
+            "WorkersReady": lives.on_ready,
+            "UpdatesRedone": storage.on_redone,
+            "GroupsAdmitted": groups.on_admitted,
+            "GroupsReissued": groups.on_reissued,
+            "AttemptFailed": groups.on_failed,
+            "GroupsStored": groups.on_stored,
+            "GroupsDropped": lives.on_dropped,
+            "AnswerRefused": groups.on_refused,
+            "UpdateBegan": learning.on_update_began,
+            "UpdateApplied": learning.on_update_applied,
+            "WeightsPublished": learning.on_published,
+            "WeightsRemade": learning.on_remade,
+            "CheckpointCommitted": storage.on_checkpoint,
+            "CheckpointLost": storage.on_checkpoint_lost,
+            "FilesRetired": storage.on_retired,
+            "EvaluationDone": learning.on_evaluated,
+            "WorkerReplaced": self._on_worker_replaced,
+            "LearnerLost": lives.on_learner_lost,
+            "RunCompleted": lives.on_completed,
+            "RunStopped": lives.on_stopped,
+            "RunPreempted": lives.on_preempted,
+            "RunFailed": lives.on_failed,
+        }
+
+    def take(self, row: EventRow) -> None:
+        """Audit the next row."""
+        seq = row.seq
+        self.rows += 1
+        try:
+            self._check_chain(row)
+            event = decode(row.type, row.schema, row.payload, seq=seq)
+            if row.type != "IncarnationBegan" and row.incarnation != self.facts.incarnation and seq != 1:
+                self.facts.violation(
+                    "incarnations",
+                    seq,
+                    f"{row.type} was written by incarnation {row.incarnation}, the run was held by"
+                    f" {self.facts.incarnation}",
+                )
+            if self.lives.ending != "open":
+                self.lives.check_place(row.type, seq)
+            self._handlers[row.type](event, seq)
+            if row.type == "IncarnationBegan" and row.incarnation != self.facts.incarnation:
+                self.facts.violation(
+                    "incarnations",
+                    seq,
+                    f"incarnation {self.facts.incarnation} began with a row of {row.incarnation}",
+                )
+        except Exception as error:
+            self.facts.violation("events", seq, f"{row.type} cannot be audited: {error}")
+
+    def _check_chain(self, row: EventRow) -> None:
+        seq, violation = row.seq, self.facts.violation
+        if self.run_id is None:
+            self.run_id = row.run_id
+        if row.run_id != self.run_id:
+            violation("chain", seq, f"the row is of run {row.run_id!r}, the log of {self.run_id!r}")
+        expected = self.seq + 1
+        if seq < expected:
+            violation("chain", seq, f"the row stands after event {self.seq}")
+        elif seq > expected:
+            violation("chain", expected, f"the row is missing, event {seq} is in its place")
+        elif (
+            row_hash(self.hash, row.run_id, seq, row.type, row.schema, row.payload, row.time, row.incarnation)
+            != row.hash
+        ):
+            violation("chain", seq, f"the row ({row.type}) is not as it was written: its hash does not hold")
+        if seq >= expected:
+            self.seq, self.hash = seq, row.hash
+            self.storage.remember_hash(seq, row.hash)
+
+    def _on_worker_replaced(self, event: WorkerReplaced, seq: int) -> None:
+        self.workers_replaced += 1
+
+    def compare_with_head(self, head: RunHead) -> None:
+        """The run's own row says where its log ends."""
+        facts = self.facts
+        if (head.head_seq, head.head_hash) != (self.seq, self.hash):
+            facts.violation(
+                "chain",
+                head.head_seq,
+                f"the run's head is here, the rows end with {self.seq} or another hash",
+            )
+        if head.incarnation != facts.incarnation:
+            facts.violation(
+                "incarnations",
+                self.seq,
+                f"incarnation {head.incarnation} holds the run, the last that began is {facts.incarnation}",
+            )
+
+    def report(self) -> AuditReport:
+        """The verdict on what has been taken."""
+        facts = self.facts
+        if not self.rows:
+            facts.violation("chain", 1, "the log is empty")
+        figures = self._figures()
+        checks = [
+            Check(name, not facts.failed(name), facts.details(name) or figures.get(name) or claim)
+            for name, claim in CHECKS.items()
+        ]
+        return AuditReport(all(check.ok for check in checks), checks, self._totals())
+
+    def _totals(self) -> dict[str, Any]:
+        facts, groups, learning, storage = self.facts, self.groups, self.learning, self.storage
+        return {
+            "run": self.run_id,
+            "seq": self.seq,
+            "ending": self.lives.ending,
+            "incarnations": facts.incarnation,
+            "learners_lost": self.lives.learners_lost,
+            "workers_replaced": self.workers_replaced,
+            "updates": facts.updates,
+            "updates_total": facts.budget.updates_total if facts.budget else None,
+            "updates_redone": storage.redone_updates,
+            "optimizer_steps": learning.optimizer_steps,
+            "optimizer_steps_skipped": learning.optimizer_steps_skipped,
+            "optimizer_steps_total": facts.budget.optimizer_steps_total if facts.budget else None,
+            "policy_version": facts.policy_version,
+            "staleness_max": learning.most_stale,
+            "prompts_drawn": groups.drawn,
+            "groups": groups.by_fate(),
+            "groups_reissued": groups.reissued,
+            "answers_refused": groups.refused,
+            "checkpoints_committed": storage.committed,
+            "checkpoints_kept": sorted(storage.kept.values()),
+            "evaluations": learning.evaluations,
+            "bias": {fate: tally.figures() for fate, tally in groups.tallies.items()},
+        }
+
+    def _figures(self) -> dict[str, str]:
+        facts, groups, learning, storage = self.facts, self.groups, self.learning, self.storage
+        budget, fates, ending = facts.budget, groups.by_fate(), self.lives.ending
+        updates = f"{facts.updates} of {budget.updates_total if budget else 0} updates"
+        steps = (
+            f"{learning.optimizer_steps} of {budget.optimizer_steps_total if budget else 0} optimizer steps"
+        )
+        how = {
+            "open": "open, not ended",
+            "stopped": "stopped short, as stated",
+            "preempted": "preempted, goes on when run again",
+            "failed": f"failed ({self.lives.said}), tried again when run again",
+        }.get(ending, ending)
+        return {
+            "chain": f"{self.rows} rows, whole",
+            "budget": f"{steps.split(' of ')[1]} over a horizon of {budget.horizon}"
+            if budget
+            else "none yet",
+            "incarnations": f"{facts.incarnation} began",
+            "admission": f"{groups.drawn} prompts drawn, at most {groups.most_in_window} groups at once",
+            "fates": ", ".join(f"{number} {fate}" for fate, number in fates.items()),
+            "attempts": f"{groups.reissued} issued again, {groups.refused} late answers refused",
+            "batches": updates,
+            "trained_once": f"{fates['trained']} groups, each once",
+            "optimizer_steps": f"{steps}, {learning.optimizer_steps_skipped} skipped",
+            "learning_rates": f"{learning.optimizer_steps} equal to the schedule's",
+            "publications": f"policy version {facts.policy_version}, of update {facts.published_update}",
+            "staleness": f"at most {learning.most_stale} versions, bound {facts.max_staleness}",
+            "evaluations": f"{learning.evaluations} done",
+            "checkpoints": f"{storage.committed} committed, kept of updates {sorted(storage.kept.values())}",
+            "redo": f"{storage.redone_updates} updates redone",
+            "ended": f"{how}: {updates}, {steps}",
+            "bias": "; ".join(_bias_line(fate, tally.figures()) for fate, tally in groups.tallies.items()),
+        }
+
+
+def _bias_line(fate: str, figures: dict[str, float | int | None]) -> str:
+    length, reward = figures["mean_length"], figures["mean_reward"]
+    if length is None or reward is None:
+        means = "no answers"
+    else:
+        means = f"mean length {length:.1f}, mean reward {reward:.3f}"
+    unanswered = f", {figures['unanswered']} without an answer" if figures["unanswered"] else ""
+    return f"{fate}: {figures['groups']} groups, {means}{unanswered}"
