@@ -1,0 +1,438 @@
+"""The process's Ray: one for all of its runs, started by the first that asks, ended by the last that leaves.
+
+Owns whether Ray is up and who uses it. Invariants: a Ray that was up already is used and left up; one that
+was started here is gone, with every process below it, when the last session has ended; signal handlers and
+environment of the host process are as they were.
+
+Ray itself allows one `init` per process, calls it best from one thread that lives as long as the cluster
+(its daemons are bound to die with that very thread), and takes the SIGTERM handler when called from the main
+one. So one thread, made for it, does all of that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import functools
+import logging
+import os
+import queue
+import secrets
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from ..statemachine.errors import ClusterTooSmall, ConfigRefused, TimedOut
+
+T = TypeVar("T")
+
+OBJECT_STORE_BYTES = 400 * 1024 * 1024  # shared memory, taken as it fills; Ray spills to disk beyond it
+FREE_WAIT_SECONDS = 10.0  # for what a run before this one is about to give back
+END_SECONDS = 10.0  # for Ray's processes to end by themselves, after which they are killed
+LEAVE_SECONDS = 60.0  # for Ray's own shutdown
+TEMP_PREFIX = "surefoot-ray-"
+SOCKET_PATH_ROOM = 24  # longer roots bring Ray's socket paths near the 107 bytes that they may have
+
+
+class RaySession:
+    """One run's hold on the process's Ray, for as long as `acquire` is entered."""
+
+    def __init__(self, host: _Host) -> None:
+        self._host = host
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def acquire(
+        cls, address: str | None, slots: int | None, start_seconds: float
+    ) -> AsyncIterator[RaySession]:
+        """Use the Ray that is up, or join `address`, or start a local one of `slots` CPUs.
+
+        Raises TimedOut; ConfigRefused if the process is in another cluster already.
+        """
+        host = _Host.enlist()
+        entering = asyncio.wrap_future(host.submit(functools.partial(host.enter, address, slots)))
+        try:
+            done, _ = await asyncio.wait({entering}, timeout=start_seconds)
+        except asyncio.CancelledError:
+            await _to_the_end(entering, start_seconds)
+            if entering.done():
+                await _to_the_end(asyncio.wrap_future(host.submit(host.leave)), LEAVE_SECONDS)
+            else:
+                host.abandon()
+            raise
+        if not done:
+            host.abandon()
+            where = f"the Ray cluster at {address}" if address else "a local Ray"
+            raise TimedOut(
+                f"{where} did not answer within cluster.start_seconds = {start_seconds:g}: check that "
+                "it runs, or allow more",
+                waited_for="ray",
+                seconds=start_seconds,
+            )
+        session = cls(host)
+        try:
+            entering.result()
+            yield session
+        finally:
+            host.reserved.pop(id(session), None)
+            leaving = asyncio.wrap_future(host.submit(host.leave))
+            if not await _to_the_end(leaving, LEAVE_SECONDS):
+                host.abandon()
+            else:
+                leaving.result()
+
+    async def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Make a call to Ray that may block, on the session's thread."""
+        return await asyncio.wrap_future(self._host.submit(functools.partial(function, *args)))
+
+    async def available(self) -> tuple[float, float]:
+        """CPUs and GPUs that this session could use now."""
+        cpus, gpus = await self.call(self._host.resources, "available")
+        return cpus, gpus
+
+    async def check_fits(
+        self, workers: int, ranks: int, gpus_per_worker: float = 0.0, gpus_per_rank: float = 0.0
+    ) -> None:
+        """Refuse more than there is, before anything is started. Raises ClusterTooSmall.
+
+        What fits is reserved against the other runs of this process.
+        """
+        need = (float(workers + ranks), workers * gpus_per_worker + ranks * gpus_per_rank)
+        total = await self.call(self._host.resources, "total")
+        own = self._host.started_here
+        deadline = asyncio.get_running_loop().time() + (0.0 if own else FREE_WAIT_SECONDS)
+        while True:
+            others = [taken for key, taken in self._host.reserved.items() if key != id(self)]
+            if own:
+                have = (total[0] - sum(t[0] for t in others), total[1] - sum(t[1] for t in others))
+            else:
+                have = await self.available()
+            if need[0] <= have[0] and need[1] <= have[1]:
+                self._host.reserved[id(self)] = need
+                return
+            hopeless = need[0] > total[0] or need[1] > total[1]
+            if hopeless or asyncio.get_running_loop().time() >= deadline:
+                break
+            await asyncio.sleep(0.2)
+        left = "" if hopeless else " left beside other runs"
+        if need[0] > have[0]:
+            raise ClusterTooSmall(
+                f"rollout.workers = {workers} and learner.ranks = {ranks} need {need[0]:g} slots, the Ray "
+                f"cluster has {have[0]:g}{left}: "
+                + ("raise cluster.slots, or " if own else "")
+                + "use fewer workers or ranks",
+                needed=need[0],
+                available=have[0],
+            )
+        raise ClusterTooSmall(
+            f"{workers} workers of rollout.gpus_per_worker = {gpus_per_worker:g} and {ranks} ranks of "
+            f"learner.gpus_per_rank = {gpus_per_rank:g} need {need[1]:g} GPUs, the Ray cluster has "
+            f"{have[1]:g}{left}: use fewer of them, or set both to 0 to run on CPUs",
+            needed=need[1],
+            available=have[1],
+        )
+
+
+async def _to_the_end(future: asyncio.Future[Any], seconds: float) -> bool:
+    """Wait for `future` whether or not the task is cancelled meanwhile; cancellation is raised afterwards."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done() and (left := deadline - asyncio.get_running_loop().time()) > 0:
+        try:
+            await asyncio.wait({future}, timeout=left)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return future.done()
+
+
+class _Host:
+    """The thread that calls Ray, and the Ray that it has started, joined or found.
+
+    `users` is guarded by the lock; everything else is touched by the thread alone.
+    """
+
+    current: _Host | None = None
+    lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.started_here = False
+        self.reserved: dict[int, tuple[float, float]] = {}  # session -> CPUs, GPUs
+        self._address: str | None = None
+        self._up = False  # entered, by whatever way
+        self._joined = False
+        self._abandoned = False
+        self._folder: _Folder | None = None
+        self._put_back = contextlib.ExitStack()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="surefoot-ray", daemon=True).start()
+
+    @classmethod
+    def enlist(cls) -> _Host:
+        """The process's host, counted in."""
+        with cls.lock:
+            if cls.current is None:
+                cls.current = cls()
+            cls.current.users += 1
+            return cls.current
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Run `job` on the thread, after those before it."""
+        future: Future[T] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, future = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+            del item, job, future
+
+    def abandon(self) -> None:
+        """Give up a thread that hangs inside Ray: its processes are killed, another run gets a new thread."""
+        with self.lock:
+            self._abandoned = True
+            if _Host.current is self:
+                _Host.current = None
+        self._jobs.put(None)
+        _kill(self._processes())
+        if self._folder is not None:
+            self._folder.remove()
+
+    def enter(self, address: str | None, slots: int | None) -> None:
+        """On the thread: make sure that Ray is up. Raises ConfigRefused."""
+        if self._up:
+            if address is not None and (self.started_here or self._joined) and address != self._address:
+                other = self._address or "a local one"
+                raise ConfigRefused(
+                    f"cluster.address = {address}, but this process already runs in {other}: a process has "
+                    "one Ray; use the same address, or another process"
+                )
+            return
+        imported_before = "ray" in sys.modules
+        excepthook = sys.excepthook
+        with _environment({}):
+            import ray
+        if not imported_before:
+            sys.excepthook = excepthook  # Ray puts its own there, and Ray is a guest here
+        if not ray.is_initialized():
+            self._put_back.enter_context(_quiet())
+            if address is None:
+                self._start(slots)
+            else:
+                self._join(address)
+        self._address = address
+        self._up = True
+        if self._abandoned:
+            self._stop()
+
+    def leave(self) -> None:
+        """On the thread: count out; the last one ends the Ray that was started or joined here."""
+        with self.lock:
+            self.users -= 1
+            if self.users:
+                return
+        try:
+            self._stop()
+        finally:
+            with self.lock:
+                if not self.users:  # nobody has come meanwhile
+                    if _Host.current is self:
+                        _Host.current = None
+                    self._jobs.put(None)
+
+    def resources(self, which: str) -> tuple[float, float]:
+        """On the thread: CPUs and GPUs, "total" or "available"."""
+        import ray
+
+        found = ray.cluster_resources() if which == "total" else ray.available_resources()
+        return float(found.get("CPU", 0.0)), float(found.get("GPU", 0.0))
+
+    def _start(self, slots: int | None) -> None:
+        import ray
+
+        cores = len(os.sched_getaffinity(0))
+        self._folder = folder = _Folder()
+        try:
+            with _environment(_local_environment()), _loopback():
+                ray.init(
+                    address="local",  # whatever RAY_ADDRESS says
+                    num_cpus=slots or max(8, 4 * cores),
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    include_dashboard=False,
+                    configure_logging=False,
+                    log_to_driver=False,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(folder.path / "r"),
+                )
+        except BaseException:
+            self.started_here = True
+            self._stop()
+            raise
+        self.started_here = True
+
+    def _join(self, address: str) -> None:
+        import ray
+
+        with _environment({}):
+            ray.init(address=address, configure_logging=False, log_to_driver=False)
+        self._joined = True
+
+    def _stop(self) -> None:
+        self._up = False
+        with self._put_back:
+            if self._joined:
+                import ray
+
+                self._joined = False
+                ray.shutdown()
+            if self.started_here:
+                self.started_here = False
+                self._end_local()
+
+    def _end_local(self) -> None:
+        import ray
+
+        processes = self._processes()
+        try:
+            ray.shutdown(wait_for_processes=True)
+        finally:
+            _end(processes)
+            _forget_token()
+            if self._folder is not None:
+                self._folder.remove()
+                self._folder = None
+
+    def _processes(self) -> list[psutil.Process]:
+        """Every process of the Ray that was started here: children that name its folder, and theirs."""
+        if self._folder is None:
+            return []
+        mark = str(self._folder.path)
+        found: list[psutil.Process] = []
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if any(mark in argument for argument in child.cmdline()):
+                    found += [child, *child.children(recursive=True)]
+        return found
+
+
+class _Folder:
+    """A short-named folder for Ray's sockets and logs, locked while this process lives.
+
+    What earlier processes left behind, when they were killed, is swept: the lock went with them.
+    """
+
+    def __init__(self) -> None:
+        root = tempfile.gettempdir()
+        if len(root) > SOCKET_PATH_ROOM and os.access("/tmp", os.W_OK):
+            root = "/tmp"
+        for old in Path(root).glob(f"{TEMP_PREFIX}*"):
+            with contextlib.suppress(OSError), (old / "lock").open("r+b") as held:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(old, ignore_errors=True)
+        self.path = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=root))  # for this user alone
+        self._held = (self.path / "lock").open("w+b")
+        fcntl.flock(self._held, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        self._held.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _local_environment() -> dict[str, str]:
+    """What the daemons of a local Ray need to find in their environment."""
+    return {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps every socket on the loopback address
+        "RAY_AUTH_TOKEN": secrets.token_hex(16),  # else Ray writes one into the home folder
+    }
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set what the host has not set, for child processes to inherit; put back all of Ray's afterwards."""
+    before = {key: value for key, value in os.environ.items() if _of_ray(key)}
+    os.environ.update({key: value for key, value in variables.items() if key not in before})
+    try:
+        yield
+    finally:
+        for key in [key for key in os.environ if _of_ray(key) and key not in before]:
+            del os.environ[key]
+        os.environ.update(before)
+
+
+def _of_ray(variable: str) -> bool:
+    return variable.startswith("RAY_") or variable == "PYTHONBREAKPOINT"
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """What RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 does, where Ray was imported before it was set."""
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No log lines of Ray below an error."""
+    logger = logging.getLogger("ray")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _forget_token() -> None:
+    """Unlearn the token of the Ray that has ended, or the process could join no other one."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
+
+    AuthenticationTokenLoader.instance().reset_cache()
+    Config.initialize("")
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """Wait for processes to end; kill those that have not."""
+    deadline = time.monotonic() + END_SECONDS
+    while any(map(_lives, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    _kill(processes)
+    while any(map(_lives, processes)) and time.monotonic() < deadline + END_SECONDS:
+        time.sleep(0.02)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in filter(_lives, processes):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def _lives(process: psutil.Process) -> bool:
+    # An orphan stays a zombie until whoever inherits it looks: it has ended all the same.
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
