@@ -8,6 +8,7 @@ ranks, readers and tests all fold the same rows with this one class.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -144,6 +145,10 @@ class RunState:
         return since > 0 and (
             since >= total.every_updates or updates >= total.updates_total or self.exhausted
         )
+
+    def version_at(self, update: int) -> int:
+        """The policy version once `update` was published, or the last one before it."""
+        return bisect_right(self.update_of_version, update) - 1
 
     def is_stored(self, prompt_index: int, attempt: int) -> bool:
         """Whether this attempt of the group is in the store, untrained."""

@@ -35,6 +35,7 @@ from ..statemachine.errors import (
     WrongSeq,
 )
 from ..statemachine.phases import Phase
+from ..statemachine.state import RunState, fold
 from .feeder import Feeder
 from .figures import batch_figures
 from .keeper import Keeper
@@ -192,14 +193,15 @@ class Driver:
                 self._pool_started = True
         finally:
             await _cancel(*starting, pool)
-        if ready.state_digest != _digest_at(rows):
+        if ready.state_digest != fold(rows).digest():
             raise RunFailedError(
                 "learner ranks folded the log to another state than the driver", update=state.updates
             )
         crashpoint("workers.started")
         served = await redo(parts, self._keeper, ready, self._served)
         self._learner_holds = state.updates
-        if pool is not None:
+        loading = self._served is None  # the pool lives on when the learner is lost; it is loaded once
+        if loading:
             await parts.pool.publish(served)
         self._served = served
         await self._journal.append(
@@ -214,7 +216,7 @@ class Driver:
         )
         crashpoint("workers.ready")
         self._feeder.kick()
-        if pool is not None:
+        if loading:
             self._serving = asyncio.ensure_future(self._evaluate_if_due())
 
     async def _learn(self) -> None:
@@ -346,7 +348,7 @@ class Driver:
         """Issue groups again whose attempt is still the named one, stored or not."""
         issued: list[ev.Issue] = []
 
-        def decide(state: Any) -> list[ev.Event]:
+        def decide(state: RunState) -> list[ev.Event]:
             for prompt_index, attempt in attempts:
                 group = state.live.get(prompt_index)
                 if group is not None and group.attempt == attempt:
@@ -409,17 +411,16 @@ class Driver:
         if state.phase is Phase.UPDATE:
             await self._wait_for_update(main, deadline - for_checkpoint)
         await _cancel(main)
-        if not main.cancelled() and main.exception() is None:
-            return  # it ended in that very moment
         await self._checkpoint_before(deadline)
+        await self._journal.commit(lambda s: [] if s.ended else [self._preempted(s)])
+
+    def _preempted(self, state: RunState) -> ev.RunPreempted:
         checkpoint = state.latest_checkpoint()
-        await self._journal.append(
-            ev.RunPreempted(
-                updates=state.updates,
-                optimizer_steps=state.optimizer_steps,
-                checkpoint_update=checkpoint.update if checkpoint else 0,
-                because=self._stop_because,
-            )
+        return ev.RunPreempted(
+            updates=state.updates,
+            optimizer_steps=state.optimizer_steps,
+            checkpoint_update=checkpoint.update if checkpoint else 0,
+            because=self._stop_because,
         )
 
     async def _wait_for_update(self, main: asyncio.Task[None], deadline: float) -> None:
@@ -432,7 +433,7 @@ class Driver:
             await _cancel(changed)
 
     async def _checkpoint_before(self, deadline: float) -> None:
-        state, loop = self._journal.state, asyncio.get_running_loop()
+        state = self._journal.state
         try:
             async with asyncio.timeout_at(deadline):
                 await self._keeper.settle()
@@ -442,7 +443,6 @@ class Driver:
         except (TimeoutError, LearnerGone) as error:
             # Not lost: the log holds every update, and the next driver redoes what no checkpoint has.
             self._stop_because += f"; no checkpoint of update {state.updates} ({type(error).__name__})"
-        del loop
 
     async def _fail(self, error: BaseException) -> None:
         """Record the failure, if the log takes it; a fenced or broken log is left as it is."""
@@ -475,7 +475,7 @@ class Driver:
             await self._journal.heartbeat()
 
 
-def outcome_of(state: Any, already: bool = False) -> Outcome:
+def outcome_of(state: RunState, already: bool = False) -> Outcome:
     """The outcome of a run as its fold says it."""
     end = state.end
     message = {
@@ -492,12 +492,6 @@ def outcome_of(state: Any, already: bool = False) -> Outcome:
         message=("already " if already else "") + message,
         already=already,
     )
-
-
-def _digest_at(rows: Sequence[Any]) -> str:
-    from ..statemachine.state import fold
-
-    return fold(rows).digest()
 
 
 def _step_metrics(result: UpdateResult) -> dict[str, ev.Number]:

@@ -115,7 +115,7 @@ class Feeder:
             crashpoint("group.write.after")
 
         def decide(state: RunState) -> list[Event]:
-            events: list[Event] = [refusal(state, *key, "it was answered twice") for key in repeated]
+            events: list[Event] = []
             keep: list[StoredGroup] = []
             for key, group in done.items():
                 if key in places and is_current(state, *key):
@@ -140,6 +140,7 @@ class Feeder:
                 flat = [group.prompt_index for group in keep if has_no_spread(group)]
                 if flat and self._parts.config.algorithm.drop_no_spread:
                     events.append(GroupsDropped(prompt_indices=flat, reason=DropReason.NO_SPREAD))
+            events += [refusal(state, *key, "it was answered already") for key in repeated]
             return events
 
         if await journal.commit(decide) and places:

@@ -58,16 +58,16 @@ class Keeper:
         older = served if served is not None and served.version > 0 and served.update < update else None
         started = asyncio.get_running_loop().time()
         await parts.learner.save(path, head_seq, head_hash, older)
-        policy_version = state.policy_version
         self._under_way = asyncio.ensure_future(
-            self._commit(path, update, policy_version, head_seq, head_hash, started)
+            self._commit(path, update, state.version_at(update), head_seq, head_hash, started)
         )
 
     async def _commit(
         self, path: str, update: int, policy_version: int, head_seq: int, head_hash: str, started: float
     ) -> None:
         saved = await self._parts.learner.saved()
-        total = self._parts.journal.state.total
+        state = self._parts.journal.state
+        total = state.total
         await self._parts.journal.append(
             CheckpointCommitted(
                 update=update,

@@ -1,0 +1,306 @@
+"""Runs as a library: start or go on with one, watch one, from any asyncio program.
+
+`Run.start` is the one path into a run, new or not: config and data are checked, the log is created or taken
+over, the budget is committed, and only then is anything built. It sets no signal handler, edits no
+environment, and leaves no process behind. `Run.attach` reads and never fences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..statemachine.errors import RunExists, RunInUse, SurefootError
+from ..statemachine.events import Event
+from ..statemachine.liveness import DriverIdentity, lives
+from ..statemachine.log import SILENT_AFTER_SECONDS, EventLog, EventRow, RunHead
+from ..statemachine.sqllog import open_log
+from ..statemachine.state import RunState, fold
+from .config import Config, load_config
+from .driver import Driver, Outcome, outcome_of
+from .journal import Journal, Listener
+from .places import Place, next_free
+from .plan import Prepared, config_changes, prepare
+from .threads import Threads
+
+FOLLOW_SECONDS = 0.2  # between two looks at a log that another process writes
+
+ConfigSource = str | Path | Mapping[str, Any] | Config
+Rows = Sequence[Mapping[str, Any]]
+
+
+class Watched:
+    """A run as its log says it, read from outside: any number may watch, none disturbs."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.name = place.run
+        self._threads = Threads("surefoot-read")
+
+    async def state(self) -> RunState:
+        """The fold of the whole log as it is now."""
+        return fold(await self.rows())
+
+    async def rows(self, after_seq: int = 0) -> list[EventRow]:
+        """The committed rows after `after_seq`."""
+        return await self._threads.files(self._read, after_seq)
+
+    def _read(self, after_seq: int) -> list[EventRow]:
+        with self.place.reading() as log:
+            return list(log.read(self.name, after_seq))
+
+    async def events(self, after_seq: int = 0) -> AsyncIterator[Event]:
+        """Events as they are committed, none left out, until the run's driver has ended."""
+        while True:
+            changed = self._changed()
+            over = self._is_over()
+            rows = await self.rows(after_seq)
+            for row in rows:
+                after_seq = row.seq
+                yield row.event()
+            if not rows and (over or (over is None and await self._has_ended())):
+                return
+            if not rows:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), FOLLOW_SECONDS)
+
+    def _changed(self) -> asyncio.Event:
+        return asyncio.Event()  # of another process: only looking tells
+
+    def _is_over(self) -> bool | None:
+        return None
+
+    async def _has_ended(self) -> bool:
+        return (await self.state()).ended
+
+    async def outcome(self) -> Outcome:
+        """How the run ended; waits until it has. It does not raise for a run that failed: it says so."""
+        async for _ in self.events():
+            pass
+        return outcome_of(await self.state())
+
+    def close(self) -> None:
+        """Let go of the log."""
+        self._threads.close()
+
+
+class Run(Watched):
+    """A run that this program drives. Made by `Run.start`."""
+
+    def __init__(self, place: Place, prepared: Prepared) -> None:
+        super().__init__(place)
+        self.prepared = prepared
+        self._journal: Journal | None = None
+        self._driver: Driver | None = None
+        self._task: asyncio.Task[Outcome] | None = None
+        self._closed_outcome: Outcome | None = None
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def start(
+        cls,
+        config: ConfigSource,
+        *,
+        name: str | None = None,
+        runs_dir: str | Path = "runs",
+        db: str | None = None,
+        sets: Sequence[str] = (),
+        new: bool = False,
+        rows: Rows | None = None,
+        reward: Callable[..., Any] | None = None,
+        take_over: bool = False,
+        accept_divergence: bool = False,
+        listeners: Sequence[Listener] = (),
+    ) -> AsyncIterator[Run]:
+        """Start a run, or go on with it if it exists, and drive it inside the `async with`.
+
+        Leaving the block normally awaits the outcome and raises what the run failed with; leaving it by an
+        exception, a cancellation included, preempts the run. `rows` and `reward` are Python objects in the
+        place of data.source and reward.function; they are recorded by name and must be passed again.
+        `new` takes the next free name; `take_over` takes the run from a driver that lives;
+        `listeners` are called with every committed row, its event and the state after it.
+
+        Raises UserMistake's children before anything has changed.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            threads = Threads("surefoot")
+            stack.callback(threads.close)
+            prepared = await threads.files(_prepare, config, sets, rows, reward)
+            place = await threads.files(_place, config, name, Path(runs_dir), db, new)
+            run = cls(place, prepared)
+            stack.callback(run.close)
+            over = await threads.files(_outcome_if_over, place, prepared, take_over)
+            if over is not None:
+                run._closed_outcome = over
+                yield run
+                return
+            await run._begin(stack, threads, take_over, accept_divergence, listeners)
+            assert run._task is not None
+            try:
+                yield run
+            except BaseException as error:
+                await run._stop_for(error)
+                raise
+            await run.outcome()
+
+    @classmethod
+    async def attach(cls, name: str, *, runs_dir: str | Path = "runs", db: str | None = None) -> Watched:
+        """Watch a run. Raises RunUnknown."""
+        watched = Watched(Place(name, Path(runs_dir), db))
+        await watched.rows()
+        return watched
+
+    async def _begin(
+        self,
+        stack: contextlib.AsyncExitStack,
+        threads: Threads,
+        take_over: bool,
+        accept_divergence: bool,
+        listeners: Sequence[Listener],
+    ) -> None:
+        """Claim the run and set the driver going. Ray is up, and large enough, before the log is touched."""
+        from .assembly import assemble, ray_session  # imports what plan, log and audit never need
+        from .metrics import MetricsWriter
+
+        session = await stack.enter_async_context(ray_session(self.prepared.config))
+        log, head = await threads.log(_claim, self.place, self.prepared, take_over, accept_divergence)
+        stack.push_async_callback(threads.log, log.close)
+        rows = await threads.log(lambda: list(log.read(self.name)))
+        self._journal = Journal(log, head, fold(rows), blocking=threads.log)
+        stack.push_async_callback(self._journal.release)
+        options = self.prepared.config.metrics
+        metrics = MetricsWriter(self.place.folder, rows, jsonl=options.jsonl, tensorboard=options.tensorboard)
+        stack.callback(metrics.close)
+        self._journal.listeners += [metrics.on_event, *listeners]
+        parts = assemble(self.place, self.prepared, self._journal, session, threads.files)
+        self._driver = Driver(parts, self.prepared.budget)
+        self._task = asyncio.ensure_future(self._driver.run())
+
+    @property
+    def driven(self) -> bool:
+        """Whether there is anything left to drive: a run that was over is only told of."""
+        return self._task is not None
+
+    def _changed(self) -> asyncio.Event:
+        return self._journal.changed() if self._journal else asyncio.Event()
+
+    def _is_over(self) -> bool | None:
+        return self._task.done() if self._task else True
+
+    async def outcome(self) -> Outcome:
+        """How it ended; waits until it has. Raises what the run failed with, and FencedOut."""
+        if self._task is None:
+            assert self._closed_outcome is not None
+            return self._closed_outcome
+        return await asyncio.shield(self._task)
+
+    async def preempt(self, because: str = "asked by the program") -> Outcome:
+        """Stop within preempt.grace_seconds: a checkpoint if time allows, `RunPreempted`, no child left."""
+        if self._driver is not None:
+            self._driver.preempt(because)
+        return await self.outcome()
+
+    async def _stop_for(self, error: BaseException) -> None:
+        """The block was left by `error`: preempt. A second cancellation ends it without a checkpoint."""
+        assert self._task is not None and self._driver is not None
+        self._driver.preempt(f"the program left with {type(error).__name__}")
+        try:
+            await asyncio.shield(self._task)
+        except asyncio.CancelledError:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        except Exception as second:
+            error.add_note(f"and the run ended with: {second}")
+
+
+def train(config: ConfigSource, **options: Any) -> Outcome:
+    """Start or go on with a run and wait for its end, from a program without an event loop.
+
+    Takes what `Run.start` takes. Raises what the run failed with.
+    """
+
+    async def whole() -> Outcome:
+        async with Run.start(config, **options) as run:
+            return await run.outcome()
+
+    return asyncio.run(whole())
+
+
+def _prepare(
+    config: ConfigSource, sets: Sequence[str], rows: Rows | None, reward: Callable[..., Any] | None
+) -> Prepared:
+    named = None if rows is None else getattr(rows, "__name__", type(rows).__name__)
+    return prepare(load_config(config, sets, rows=named), rows, reward)
+
+
+def _place(config: ConfigSource, name: str | None, runs_dir: Path, db: str | None, new: bool) -> Place:
+    if name is None:
+        name = Path(config).stem if isinstance(config, str | Path) else "run"
+    return next_free(name, runs_dir, db) if new else Place(name, runs_dir, db)
+
+
+def _outcome_if_over(place: Place, prepared: Prepared, take_over: bool) -> Outcome | None:
+    """The outcome of a run that is over for good. Refuses here what needs no Ray to refuse."""
+    if not place.exists():
+        return None
+    with place.reading() as log:
+        state = fold(log.read(place.run))
+        head = log.head(place.run)
+    config_changes(place.run, _created(state), prepared)
+    if state.closed:
+        return outcome_of(state, already=True)
+    if not take_over:
+        refuse_if_alive(head)
+    return None
+
+
+def refuse_if_alive(head: RunHead) -> None:
+    """Raises RunInUse early, where `take_over` would; the transaction there decides."""
+    if head.released or head.driver is None or lives(head.driver) is False:
+        return
+    age = head.heartbeat_age_seconds or 0.0
+    if lives(head.driver) or age < SILENT_AFTER_SECONDS:
+        raise RunInUse(
+            f"run {head.run_id!r} is in use: incarnation {head.incarnation} on {head.driver.host} "
+            f"(process {head.driver.pid}) wrote {age:.0f} s ago; wait for it, stop it, or pass --take-over",
+            run=head.run_id,
+            incarnation=head.incarnation,
+            heartbeat_age_seconds=age,
+        )
+
+
+def _claim(
+    place: Place, prepared: Prepared, take_over: bool, accept_divergence: bool
+) -> tuple[EventLog, RunHead]:
+    """Create the run or take it over. The folder appears only now."""
+    from .assembly import first_event
+
+    if place.db is None:
+        place.folder.mkdir(parents=True, exist_ok=True)
+    log = open_log(place.log_url, migrate=True)
+    try:
+        identity = DriverIdentity.here()
+        if place.run not in {head.run_id for head in log.runs()}:
+            with contextlib.suppress(RunExists):  # two first starts at one moment: the second takes over
+                return log, log.create(place.run, first_event(prepared), identity)
+        changes = config_changes(place.run, _created(fold(log.read(place.run))), prepared)
+        head = log.take_over(
+            place.run,
+            identity,
+            ask=take_over,
+            config_changes=changes,
+            accept_divergence=accept_divergence,
+        )
+        return log, head
+    except BaseException:
+        log.close()
+        raise
+
+
+def _created(state: RunState) -> Any:
+    if state.created is None:
+        raise SurefootError("the run's log is empty: delete its folder, or start another run with --new")
+    return state.created
