@@ -99,6 +99,8 @@ class SqlLog:
         self._driver: Any = dialect.loaded_dbapi
         self._lock = threading.Lock()  # over the writing connection
         self._writing: PoolProxiedConnection | None = None
+        self._cursor: Any = None  # of the writing connection
+        self._heads: dict[str, tuple[int, str]] = {}  # where this log's own last appends ended
 
     def create(self, run_id: str, first: Event, driver: DriverIdentity) -> RunHead:
         began = incarnation_began(1, TakeReason.NEW, driver)
@@ -114,23 +116,14 @@ class SqlLog:
                 raise run_exists(run_id)
             sent = True
             last = rows[-1]
+            created = RunHead(run_id, last.seq, last.hash, 1, driver, 0.0, False)
             try:
-                self._sql.create.run(
-                    cursor,
-                    run_id=run_id,
-                    incarnation=1,
-                    head_seq=last.seq,
-                    head_hash=last.hash,
-                    host=driver.host,
-                    pid=driver.pid,
-                    process_start=driver.process_start,
-                    released=False,
-                )
+                self._sql.create.run(cursor, **_row_of(created))
             except self._driver.IntegrityError:
                 # PostgreSQL has no row to lock yet: another process has just created the run
                 raise run_exists(run_id) from None
             self._sql.insert.run_many(cursor, _tuples(rows))
-            return RunHead(run_id, last.seq, last.hash, 1, driver, 0.0, False)
+            return created
 
         head = self._transact(work)
         crashpoint("log.created")
@@ -158,16 +151,9 @@ class SqlLog:
             last = rows[-1]
             sent.add(last.hash)
             self._sql.insert.run_many(cursor, _tuples(rows))
-            self._sql.advance.run(cursor, run=run_id, seq=last.seq, hash_=last.hash)
-            self._sql.hand_over.run(
-                cursor,
-                run=run_id,
-                mine=mine,
-                host_=driver.host,
-                pid_=driver.pid,
-                process_start_=driver.process_start,
-            )
-            return RunHead(run_id, last.seq, last.hash, mine, driver, 0.0, False)
+            taken = RunHead(run_id, last.seq, last.hash, mine, driver, 0.0, False)
+            self._sql.hand_over.run(cursor, run=run_id, **_row_of(taken, "new_"))
+            return taken
 
         head = self._transact(work)
         crashpoint("log.taken_over")
@@ -180,18 +166,24 @@ class SqlLog:
         stored = _tuples(rows)
 
         def work(cursor: Any) -> None:
-            head = self._locked_head(cursor, run_id)
-            if (head.head_seq, head.incarnation) != (expected_seq, incarnation):
-                in_place = self._sql.page.run(cursor, run=run_id, after=expected_seq, size=len(rows))
-                if list(starmap(EventRow, in_place.fetchall())) == list(rows):
-                    return  # an earlier try had been committed, only its answer was lost
-                raise why_refused(run_id, expected_seq, incarnation, head.head_seq, head.incarnation)
-            verify_chain(rows, head.head_hash, expected_seq)
+            seq, previous_hash = self._heads.get(run_id, (None, ""))
+            if seq != expected_seq:
+                head = self._locked_head(cursor, run_id)
+                if self._is_in_place(cursor, head, expected_seq, incarnation, rows):
+                    return
+                previous_hash = head.head_hash
+            verify_chain(rows, previous_hash, expected_seq)
+            fence = {"mine": incarnation, "expected": expected_seq, "previous": previous_hash}
+            if not self._sql.advance.run(cursor, run=run_id, seq=last.seq, hash_=last.hash, **fence).rowcount:
+                head = self._locked_head(cursor, run_id)
+                if self._is_in_place(cursor, head, expected_seq, incarnation, rows):
+                    return
+                raise _not_the_head(run_id, head.head_seq)
             self._sql.insert.run_many(cursor, stored)
-            self._sql.advance.run(cursor, run=run_id, seq=last.seq, hash_=last.hash)
             crashpoint("log.append.inside")
 
         self._transact(work)
+        self._heads[run_id] = (last.seq, last.hash)
         crashpoint("log.append.after")
 
     def read(self, run_id: str, after_seq: int = 0, limit: int | None = None) -> Iterator[EventRow]:
@@ -227,7 +219,7 @@ class SqlLog:
         with self._lock:
             if self._writing is not None:
                 self._writing.close()
-                self._writing = None
+                self._writing = self._cursor = None
             self._database.close()
 
     def _pages(self, head: RunHead, after_seq: int, limit: int | None) -> Iterator[EventRow]:
@@ -243,12 +235,7 @@ class SqlLog:
                 if row.seq != after_seq:
                     raise _missing(run_id, after_seq)
                 if after_seq == head.head_seq and row.hash != head.head_hash:
-                    raise LogBroken(
-                        f"event {after_seq} of run {run_id!r} is not the one that the run's head names: go "
-                        "on from a copy of the log that is whole",
-                        run=run_id,
-                        seq=after_seq,
-                    )
+                    raise _not_the_head(run_id, after_seq)
                 yield row
             if len(rows) < size:
                 if after_seq < head.head_seq:
@@ -272,6 +259,17 @@ class SqlLog:
                 ) from error
             raise
 
+    def _is_in_place(
+        self, cursor: Any, head: RunHead, expected_seq: int, incarnation: int, rows: Sequence[EventRow]
+    ) -> bool:
+        """Whether an earlier try was committed and only its answer lost; raises if another row is there."""
+        if (head.head_seq, head.incarnation) == (expected_seq, incarnation):
+            return False
+        self._sql.page.run(cursor, run=head.run_id, after=expected_seq, size=len(rows))
+        if list(starmap(EventRow, cursor.fetchall())) == list(rows):
+            return True
+        raise why_refused(head.run_id, expected_seq, incarnation, head.head_seq, head.incarnation)
+
     def _locked_head(self, cursor: Any, run_id: str) -> RunHead:
         head = _head_of(self._sql.lock_head.run(cursor, run=run_id).fetchone())
         if head is None:
@@ -282,49 +280,52 @@ class SqlLog:
         """One writing transaction, all of it again if the server went away; `work` must bear that."""
         if self._database.writer is None:
             raise LogError(f"the log at {self._database.name} was opened for reading only")
-        return self._patiently(lambda: self._transact_once(work))
+        return self._patiently(self._transact_once, work)
 
     def _transact_once(self, work: Callable[[Any], T]) -> T:
         with self._lock:
-            if self._writing is None:
-                assert self._database.writer is not None
-                self._writing = self._database.writer.raw_connection()
-            connection = self._writing
+            cursor = self._cursor or self._connect_to_write()
             try:
-                with closing(connection.cursor()) as cursor:
-                    if self._database.begin is not None:
-                        cursor.execute(self._database.begin)
-                    done = work(cursor)
-                    connection.commit()
+                if self._database.begin is not None:
+                    cursor.execute(self._database.begin)
+                done = work(cursor)
+                cursor.connection.commit()
                 return done
             except BaseException:
                 try:
-                    connection.rollback()
+                    cursor.connection.rollback()
                 except self._driver.Error:
                     # the connection is gone; the next try makes another
-                    connection.invalidate()
-                    self._writing = None
+                    assert self._writing is not None
+                    self._writing.invalidate()
+                    self._writing = self._cursor = None
                 raise
 
+    def _connect_to_write(self) -> Any:
+        assert self._database.writer is not None
+        self._writing = self._database.writer.raw_connection()
+        self._cursor = self._writing.cursor()
+        return self._cursor
+
     def _look(self, work: Callable[[Any], T]) -> T:
-        def once() -> T:
-            with closing(self._database.reader.raw_connection()) as connection:
-                try:
-                    with closing(connection.cursor()) as cursor:
-                        return work(cursor)
-                except self._driver.Error:
-                    connection.invalidate()
-                    raise
+        return self._patiently(self._look_once, work)
 
-        return self._patiently(once)
+    def _look_once(self, work: Callable[[Any], T]) -> T:
+        with closing(self._database.reader.raw_connection()) as connection:
+            try:
+                with closing(connection.cursor()) as cursor:
+                    return work(cursor)
+            except self._driver.Error:
+                connection.invalidate()
+                raise
 
-    def _patiently(self, once: Callable[[], T]) -> T:
+    def _patiently(self, once: Callable[[Callable[[Any], T]], T], work: Callable[[Any], T]) -> T:
         """Try until it is done or refused, or until patience with a server that is away runs out."""
         deadline = time.monotonic() + self._patience_seconds
         pause_seconds = 0.02
         while True:
             try:
-                return once()
+                return once(work)
             except (DBAPIError, self._driver.Error) as error:
                 cause: Any = error.orig if isinstance(error, DBAPIError) else error
                 if not self._may_pass(cause) or time.monotonic() + pause_seconds > deadline:
@@ -362,6 +363,15 @@ def _first_line(error: BaseException) -> str:
     return (str(cause).strip().splitlines() or [type(cause).__name__])[0]
 
 
+def _not_the_head(run_id: str, seq: int) -> LogBroken:
+    return LogBroken(
+        f"event {seq} of run {run_id!r} is not the one that the run's head names: go on from a copy of the "
+        "log that is whole",
+        run=run_id,
+        seq=seq,
+    )
+
+
 def _missing(run_id: str, seq: int) -> LogBroken:
     return LogBroken(
         f"event {seq} of run {run_id!r} is missing: go on from a copy of the log that is whole",
@@ -374,6 +384,21 @@ def _tuples(rows: Sequence[EventRow]) -> list[tuple[object, ...]]:
     return [
         (r.run_id, r.seq, r.type, r.schema, r.payload.decode(), r.time, r.incarnation, r.hash) for r in rows
     ]
+
+
+def _row_of(head: RunHead, prefix: str = "") -> dict[str, object]:
+    assert head.driver is not None
+    row = {
+        "run_id": head.run_id,
+        "incarnation": head.incarnation,
+        "head_seq": head.head_seq,
+        "head_hash": head.head_hash,
+        "host": head.driver.host,
+        "pid": head.driver.pid,
+        "process_start": head.driver.process_start,
+        "released": head.released,
+    }
+    return {prefix + name: value for name, value in row.items()}
 
 
 def _head_of(row: Any) -> RunHead | None:

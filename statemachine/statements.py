@@ -62,6 +62,7 @@ class Statements:
         run_id, incarnation = bindparam("run", type_=Text), bindparam("mine", type_=BigInteger)
         columns = [runs.c[name] for name in runs.c.keys() if name != "heartbeat_at"]  # noqa: SIM118
         new_run: dict[str, Any] = {column.name: bindparam(column.name) for column in columns}
+        taken: dict[str, Any] = {name: bindparam(f"new_{name}") for name in new_run if name != "run_id"}
         head = select(*columns, (clock - runs.c.heartbeat_at).label("age"))
         payload: Any = (
             cast(events.c.payload, LargeBinary)
@@ -80,21 +81,24 @@ class Statements:
         self.lock_head = compiled(head.where(runs.c.run_id == run_id).with_for_update())
         self.create = compiled(insert(runs).values(**new_run, heartbeat_at=clock))
         self.insert = compiled(insert(events))
-        # Only ever run under that lock, after the fence and the seq have been looked at.
+        # Locks the run's row and fences in one: of two that append, the second waits for the first and then
+        # finds another head, and an incarnation that was raised meanwhile finds none.
         self.advance = compiled(
             update(runs)
-            .where(runs.c.run_id == run_id)
+            .where(
+                runs.c.run_id == run_id,
+                runs.c.incarnation == incarnation,
+                runs.c.head_seq == bindparam("expected", type_=BigInteger),
+                runs.c.head_hash == bindparam("previous", type_=Text),
+            )
             .values(head_seq=bindparam("seq"), head_hash=bindparam("hash_"), heartbeat_at=clock)
         )
+        # Only ever run under `lock_head`, once it is decided that the run may be taken.
         self.hand_over = compiled(
             update(runs)
             .where(runs.c.run_id == run_id)
             .values(
-                incarnation=incarnation,
-                host=bindparam("host_"),
-                pid=bindparam("pid_"),
-                process_start=bindparam("process_start_"),
-                released=False,
+                **{name: bindparam(f"new_{name}") for name in new_run if name != "run_id"}, heartbeat_at=clock
             )
         )
         # These two say for themselves who may: an old driver must not look alive in a new one's stead,
