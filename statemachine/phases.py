@@ -128,13 +128,13 @@ def updates_are_unpublished(state: RunState, event: Event) -> bool:
 MOVES: tuple[Move, ...] = (
     Move(
         "IncarnationBegan",
-        (*_ALIVE, Phase.PREEMPTED, Phase.FAILED),
+        (Phase.CREATED, Phase.RESOLVE_BUDGET, Phase.PREEMPTED, Phase.FAILED),
         Phase.RESOLVE_BUDGET,
         (no_budget_yet,),
     ),
     Move(
         "IncarnationBegan",
-        (*_ALIVE, Phase.PREEMPTED, Phase.FAILED),
+        (Phase.INIT_WORKERS, *_LEARNING, Phase.PREEMPTED, Phase.FAILED),
         Phase.INIT_WORKERS,
         (budget_committed,),
     ),
@@ -158,7 +158,7 @@ MOVES: tuple[Move, ...] = (
     Move("RunFailed", _ALIVE, Phase.FAILED),
 )
 
-_by_event: dict[str, tuple[Move, ...]] = {
+MOVES_BY_EVENT: dict[str, tuple[Move, ...]] = {
     name: tuple(move for move in MOVES if move.event == name) for name in {move.event for move in MOVES}
 }
 _MAY_STAY = frozenset({"GroupsDropped"})  # moves only when it drops the rest
@@ -167,7 +167,7 @@ _MAY_STAY = frozenset({"GroupsDropped"})  # moves only when it drops the rest
 def destination(state: RunState, event: Event) -> Phase:
     """Where the event leads from the state's phase. Raises IllegalEvent where no move allows it."""
     name = type_of(event)
-    moves = _by_event.get(name)
+    moves = MOVES_BY_EVENT.get(name)
     if moves is None:
         return state.phase
     for move in moves:
@@ -198,14 +198,14 @@ class Phases:
     def may(self, state: RunState, event: Event) -> bool:
         """Whether the event is legal now, or moves nothing."""
         name = type_of(event)
-        if name not in _by_event:
+        if name not in MOVES_BY_EVENT:
             return True
         return self._moves(state, event) or name in _MAY_STAY
 
     def move(self, state: RunState, event: Event) -> None:
         """Follow one committed event; `state` is the fold before it. Raises IllegalEvent."""
         name = type_of(event)
-        if name not in _by_event:
+        if name not in MOVES_BY_EVENT:
             return
         if not self._moves(state, event):
             destination(state, event)  # raises, and says why, unless the event may stay
@@ -241,13 +241,32 @@ def phase_machine(
 
 
 def diagram() -> str:
-    """The legal moves as a Mermaid state diagram, drawn from the table by event name."""
-    lines = ["stateDiagram-v2", "  [*] --> Created"]
-    merged: dict[tuple[Phase, Phase], list[str]] = {}
-    for move in MOVES:
-        for source in move.sources:
-            merged.setdefault((source, move.dest), []).append(move.event)
-    for (source, dest), names in merged.items():
-        lines.append(f"  {source} --> {dest}: {', '.join(dict.fromkeys(names))}")
-    lines += [f"  {phase} --> [*]" for phase in Phase if phase in CLOSED]
-    return "\n".join(lines) + "\n"
+    """The legal moves as a Mermaid state diagram, drawn from the machine's own transitions.
+
+    What any living phase may do is drawn once, from the box that holds them all.
+    """
+    machine = phase_machine(type("Model", (), {})())
+    arrows: dict[tuple[str, str], list[str]] = {}
+    alive = {phase.value for phase in _ALIVE}
+    for event in MOVES_BY_EVENT:
+        moves: list[tuple[str, str]] = [(move.source, move.dest) for move in machine.get_transitions(event)]
+        for dest in dict.fromkeys(dest for _, dest in moves):
+            sources = [source for source, where in moves if where == dest]
+            for source in ["Alive"] if set(sources) == alive else sources:
+                arrows.setdefault((source, dest), []).append(event)
+    inside, outside = list[str](), list[str]()
+    for (source, dest), names in arrows.items():
+        line = f"{source} --> {dest}: {', '.join(dict.fromkeys(names))}"
+        (inside if source in alive and dest in alive else outside).append(line)
+    return "\n".join(
+        [
+            "stateDiagram-v2",
+            "  state Alive {",
+            "    [*] --> Created",
+            *(f"    {line}" for line in inside),
+            "  }",
+            *(f"  {line}" for line in outside),
+            *(f"  {phase} --> [*]" for phase in Phase if phase in CLOSED),
+            "",
+        ]
+    )

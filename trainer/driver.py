@@ -41,7 +41,7 @@ from .figures import batch_figures
 from .keeper import Keeper
 from .parts import Parts
 from .protocols import UpdateResult
-from .recovery import read_group, redo
+from .recovery import read_groups, redo
 
 HEARTBEAT_SECONDS = 5.0
 LEARNER_TRIES_WITHOUT_PROGRESS = 3
@@ -250,16 +250,18 @@ class Driver:
     async def _update(self, batch: Batch) -> None:
         parts, journal, state = self._parts, self._journal, self._journal.state
         started = asyncio.get_running_loop().time()
-        groups: list[Group] = []
-        for live in batch.groups:
-            assert live.stored is not None
-            try:
-                groups.append(await read_group(parts, live.file, live.stored))
-            except GroupUnusable:
-                await self._reissue(ev.IssueReason.BAD_FILE, [(live.prompt_index, live.attempt)])
-                return
-        stored = [(live.file, live.stored) for live in batch.groups]
+        stored = [(live.file, live.stored) for live in batch.groups if live.stored is not None]
         order = [(live.prompt_index, live.attempt) for live in batch.groups]
+        groups: list[Group] = []
+        damaged: list[tuple[int, int]] = []
+        for key, group in zip(order, await read_groups(parts, stored), strict=True):
+            if isinstance(group, GroupUnusable):
+                damaged.append(key)
+            else:
+                groups.append(group)
+        if damaged:
+            await self._reissue(ev.IssueReason.BAD_FILE, damaged)
+            return
         await journal.append(ev.UpdateBegan(update=batch.update, groups=order))
         crashpoint("update.begun")
         self._learner_holds = -1
@@ -267,7 +269,7 @@ class Driver:
         result = await parts.learner.update(batch.update, groups, journal.take_tail())
         crashpoint("update.executed")
         ended = asyncio.get_running_loop().time()
-        figures = batch_figures([s for _, s in stored if s is not None], state)
+        figures = batch_figures([group for _, group in stored], state)
         await journal.append(
             ev.UpdateApplied(
                 update=batch.update,

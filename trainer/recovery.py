@@ -8,6 +8,7 @@ and what is returned are the weights of the last publication.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..rollout.protocols import Group, Published, StoredFile
@@ -37,10 +38,20 @@ class Deviation:
     accepted: bool = False
 
 
-async def read_group(parts: Parts, file: str, stored: StoredGroup) -> Group:
-    """One stored group, digest checked. Raises GroupUnusable."""
-    place = StoredFile(file=file, offset=stored.offset, size=stored.size, digest=stored.digest)
-    return await parts.blocking(parts.store.read, place)
+async def read_groups(parts: Parts, places: Sequence[tuple[str, StoredGroup]]) -> list[Group | GroupUnusable]:
+    """Stored groups, digests checked; in the place of one that cannot be used, why."""
+
+    def read() -> list[Group | GroupUnusable]:
+        groups: list[Group | GroupUnusable] = []
+        for file, stored in places:
+            place = StoredFile(file=file, offset=stored.offset, size=stored.size, digest=stored.digest)
+            try:
+                groups.append(parts.store.read(place))
+            except GroupUnusable as error:
+                groups.append(error)
+        return groups
+
+    return await parts.blocking(read)
 
 
 async def redo(parts: Parts, keeper: Keeper, ready: LearnerReady, served: Published | None) -> Published:
@@ -65,7 +76,7 @@ async def redo(parts: Parts, keeper: Keeper, ready: LearnerReady, served: Publis
                 "no kept checkpoint covers it; restore a checkpoint or start a new run",
                 update=update,
             )
-        batch = [await _read_for_redo(parts, update, file, stored) for file, stored in record.places]
+        batch = await _read_for_redo(parts, update, record.places)
         result = await parts.learner.update(update, batch, journal.take_tail())
         _compare(record, result, ready, deviation, state.accept_divergence)
         crashpoint("redo.update")
@@ -137,16 +148,18 @@ async def _served_at(
     return await parts.learner.served(checkpoint)
 
 
-async def _read_for_redo(parts: Parts, update: int, file: str, stored: StoredGroup) -> Group:
-    try:
-        return await read_group(parts, file, stored)
-    except GroupUnusable as error:
-        raise RunFailedError(
-            f"update {update} must be redone and needs group {stored.prompt_index}: {error}; "
-            "restore the file, or start a new run",
-            update=update,
-            prompt_index=stored.prompt_index,
-        ) from error
+async def _read_for_redo(parts: Parts, update: int, places: Sequence[tuple[str, StoredGroup]]) -> list[Group]:
+    batch: list[Group] = []
+    for group, (_, stored) in zip(await read_groups(parts, places), places, strict=True):
+        if isinstance(group, GroupUnusable):
+            raise RunFailedError(
+                f"update {update} must be redone and needs group {stored.prompt_index}: {group}; "
+                "restore the file, or start a new run",
+                update=update,
+                prompt_index=stored.prompt_index,
+            ) from group
+        batch.append(group)
+    return batch
 
 
 def _compare(

@@ -1,4 +1,4 @@
-"""Whole histories of a run, drawn from one seed: lives that crash, are taken over, stopped, starved, and go on.
+"""Whole histories of a run, drawn from one seed: lives that crash, are taken over, stopped, and go on.
 
 `history(seed)` draws a small config and a plan of faults, lets one driver after another live, and checks the
 audit's identities after every commit. It raises on the first thing that is wrong. The same seed is the same
