@@ -39,7 +39,7 @@ from .log import (
 )
 from .migrating import migrate as bring_up_to_date
 from .migrating import require_readable
-from .statements import Statements
+from .statements import Statements, head_of, row_of, tuples_of
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class SqlLog:
 
         def work(cursor: Any) -> RunHead:
             nonlocal sent
-            head = _head_of(self._sql.lock_head.run(cursor, run=run_id).fetchone())
+            head = head_of(self._sql.lock_head.run(cursor, run=run_id).fetchone())
             if head is not None:
                 if sent and head.head_hash == rows[-1].hash:
                     return head  # the answer was lost, not the deed
@@ -118,11 +118,11 @@ class SqlLog:
             last = rows[-1]
             created = RunHead(run_id, last.seq, last.hash, 1, driver, 0.0, False)
             try:
-                self._sql.create.run(cursor, **_row_of(created))
+                self._sql.create.run(cursor, **row_of(created))
             except self._driver.IntegrityError:
                 # PostgreSQL has no row to lock yet: another process has just created the run
                 raise run_exists(run_id) from None
-            self._sql.insert.run_many(cursor, _tuples(rows))
+            self._sql.insert.run_many(cursor, tuples_of(rows))
             return created
 
         head = self._transact(work)
@@ -150,9 +150,9 @@ class SqlLog:
             rows = build_rows(run_id, head.head_seq, head.head_hash, mine, (began,), self._now())
             last = rows[-1]
             sent.add(last.hash)
-            self._sql.insert.run_many(cursor, _tuples(rows))
+            self._sql.insert.run_many(cursor, tuples_of(rows))
             taken = RunHead(run_id, last.seq, last.hash, mine, driver, 0.0, False)
-            self._sql.hand_over.run(cursor, run=run_id, **_row_of(taken, "new_"))
+            self._sql.hand_over.run(cursor, run=run_id, **row_of(taken, "new_"))
             return taken
 
         head = self._transact(work)
@@ -163,7 +163,7 @@ class SqlLog:
         refuse_misbuilt(run_id, expected_seq, incarnation, rows)
         crashpoint("log.append.before")
         last = rows[-1]
-        stored = _tuples(rows)
+        stored = tuples_of(rows)
 
         def work(cursor: Any) -> None:
             seq, previous_hash = self._heads.get(run_id, (None, ""))
@@ -190,13 +190,13 @@ class SqlLog:
         return self._pages(self.head(run_id), after_seq, limit)
 
     def head(self, run_id: str) -> RunHead:
-        head = self._look(lambda cursor: _head_of(self._sql.head.run(cursor, run=run_id).fetchone()))
+        head = self._look(lambda cursor: head_of(self._sql.head.run(cursor, run=run_id).fetchone()))
         if head is None:
             raise run_unknown(run_id)
         return head
 
     def runs(self) -> list[RunHead]:
-        heads = self._look(lambda cursor: [_head_of(row) for row in self._sql.heads.run(cursor).fetchall()])
+        heads = self._look(lambda cursor: [head_of(row) for row in self._sql.heads.run(cursor).fetchall()])
         # sorted here: a database sorts names by its own alphabet
         return sorted((head for head in heads if head is not None), key=lambda head: head.run_id)
 
@@ -271,7 +271,7 @@ class SqlLog:
         raise why_refused(head.run_id, expected_seq, incarnation, head.head_seq, head.incarnation)
 
     def _locked_head(self, cursor: Any, run_id: str) -> RunHead:
-        head = _head_of(self._sql.lock_head.run(cursor, run=run_id).fetchone())
+        head = head_of(self._sql.lock_head.run(cursor, run=run_id).fetchone())
         if head is None:
             raise run_unknown(run_id)
         return head
@@ -377,40 +377,4 @@ def _missing(run_id: str, seq: int) -> LogBroken:
         f"event {seq} of run {run_id!r} is missing: go on from a copy of the log that is whole",
         run=run_id,
         seq=seq,
-    )
-
-
-def _tuples(rows: Sequence[EventRow]) -> list[tuple[object, ...]]:
-    return [
-        (r.run_id, r.seq, r.type, r.schema, r.payload.decode(), r.time, r.incarnation, r.hash) for r in rows
-    ]
-
-
-def _row_of(head: RunHead, prefix: str = "") -> dict[str, object]:
-    assert head.driver is not None
-    row = {
-        "run_id": head.run_id,
-        "incarnation": head.incarnation,
-        "head_seq": head.head_seq,
-        "head_hash": head.head_hash,
-        "host": head.driver.host,
-        "pid": head.driver.pid,
-        "process_start": head.driver.process_start,
-        "released": head.released,
-    }
-    return {prefix + name: value for name, value in row.items()}
-
-
-def _head_of(row: Any) -> RunHead | None:
-    if row is None:
-        return None
-    run_id, incarnation, head_seq, head_hash, host, pid, process_start, released, age = row
-    return RunHead(
-        run_id=run_id,
-        head_seq=head_seq,
-        head_hash=head_hash,
-        incarnation=incarnation,
-        driver=DriverIdentity(host, pid, process_start),
-        heartbeat_age_seconds=max(age, 0.0),
-        released=bool(released),
     )

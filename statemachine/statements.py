@@ -23,6 +23,8 @@ from sqlalchemy import (
     update,
 )
 
+from .liveness import DriverIdentity
+from .log import EventRow, RunHead
 from .schema import events, runs
 
 _CLOCK = {
@@ -95,11 +97,7 @@ class Statements:
         )
         # Only ever run under `lock_head`, once it is decided that the run may be taken.
         self.hand_over = compiled(
-            update(runs)
-            .where(runs.c.run_id == run_id)
-            .values(
-                **{name: bindparam(f"new_{name}") for name in new_run if name != "run_id"}, heartbeat_at=clock
-            )
+            update(runs).where(runs.c.run_id == run_id).values(**taken, heartbeat_at=clock)
         )
         # These two say for themselves who may: an old driver must not look alive in a new one's stead,
         # nor give away what is no longer its own.
@@ -112,3 +110,42 @@ class Statements:
             .order_by(events.c.seq)
             .limit(bindparam("size"))
         )
+
+
+def tuples_of(rows: Sequence[EventRow]) -> list[tuple[object, ...]]:
+    """The rows as `insert` takes them."""
+    return [
+        (r.run_id, r.seq, r.type, r.schema, r.payload.decode(), r.time, r.incarnation, r.hash) for r in rows
+    ]
+
+
+def row_of(head: RunHead, prefix: str = "") -> dict[str, object]:
+    """The run's row as `create` takes it, and with the prefix new_ as `hand_over` does."""
+    assert head.driver is not None
+    row = {
+        "run_id": head.run_id,
+        "incarnation": head.incarnation,
+        "head_seq": head.head_seq,
+        "head_hash": head.head_hash,
+        "host": head.driver.host,
+        "pid": head.driver.pid,
+        "process_start": head.driver.process_start,
+        "released": head.released,
+    }
+    return {prefix + name: value for name, value in row.items()}
+
+
+def head_of(row: Any) -> RunHead | None:
+    """What a row of `head` and its kin says."""
+    if row is None:
+        return None
+    run_id, incarnation, head_seq, head_hash, host, pid, process_start, released, age = row
+    return RunHead(
+        run_id=run_id,
+        head_seq=head_seq,
+        head_hash=head_hash,
+        incarnation=incarnation,
+        driver=DriverIdentity(host, pid, process_start),
+        heartbeat_age_seconds=max(age, 0.0),
+        released=bool(released),
+    )
