@@ -18,7 +18,7 @@ from .audit_learning import LearningAudit
 from .audit_lives import LivesAudit
 from .audit_storage import StorageAudit
 from .errors import LogError
-from .events import WorkerReplaced, decode
+from .events import Event, IncarnationBegan, WorkerReplaced, decode
 from .log import GENESIS_HASH, EventRow, RunHead, row_hash
 
 
@@ -45,8 +45,7 @@ def audit(rows: Iterable[EventRow], head: RunHead | None = None) -> AuditReport:
     """
     auditor = _Auditor()
     try:
-        for row in rows:
-            auditor.take(row)
+        auditor.take(rows)
     except LogError as error:
         auditor.facts.violation("chain", auditor.seq + 1, str(error))
     if head is not None:
@@ -94,33 +93,34 @@ class _Auditor:
             "RunFailed": lives.on_failed,
         }
 
-    def take(self, row: EventRow) -> None:
-        """Audit the next row."""
-        seq = row.seq
-        self.rows += 1
-        try:
-            self._check_chain(row)
-            event = decode(row.type, row.schema, row.payload, seq=seq)
-            if row.type != "IncarnationBegan" and row.incarnation != self.facts.incarnation and seq != 1:
-                self.facts.violation(
-                    "incarnations",
-                    seq,
-                    f"{row.type} was written by incarnation {row.incarnation}, the run was held by"
-                    f" {self.facts.incarnation}",
-                )
-            if self.lives.ending != "open":
-                self.lives.check_place(row.type, seq)
-            self._handlers[row.type](event, seq)
-            if row.type == "IncarnationBegan" and row.incarnation != self.facts.incarnation:
-                self.facts.violation(
-                    "incarnations",
-                    seq,
-                    f"incarnation {self.facts.incarnation} began with a row of {row.incarnation}",
-                )
-        except Exception as error:
-            self.facts.violation("events", seq, f"{row.type} cannot be audited: {error}")
+    def take(self, rows: Iterable[EventRow]) -> None:
+        """Audit the next rows. Written for speed: what is as it should be takes the shortest way."""
+        facts, lives, handlers, storage = self.facts, self.lives, self._handlers, self.storage
+        for row in rows:
+            seq, kind = row.seq, row.type
+            self.rows += 1
+            try:
+                if (
+                    seq == self.seq + 1
+                    and row.run_id == self.run_id
+                    and row.hash
+                    == row_hash(
+                        self.hash, row.run_id, seq, kind, row.schema, row.payload, row.time, row.incarnation
+                    )
+                ):
+                    self.seq, self.hash = seq, row.hash
+                    storage.remember_hash(seq, row.hash)
+                else:
+                    self._check_link(row)
+                event = decode(kind, row.schema, row.payload, seq=seq)
+                if row.incarnation != facts.incarnation or lives.ending != "open":
+                    self._check_writer(row, event)
+                handlers[kind](event, seq)
+            except Exception as error:
+                facts.violation("events", seq, f"{kind} cannot be audited: {error}")
 
-    def _check_chain(self, row: EventRow) -> None:
+    def _check_link(self, row: EventRow) -> None:
+        """What is wrong between this row and the one before; the chain is taken up again after it."""
         seq, violation = row.seq, self.facts.violation
         if self.run_id is None:
             self.run_id = row.run_id
@@ -129,16 +129,35 @@ class _Auditor:
         expected = self.seq + 1
         if seq < expected:
             violation("chain", seq, f"the row stands after event {self.seq}")
-        elif seq > expected:
+            return
+        if seq > expected:
             violation("chain", expected, f"the row is missing, event {seq} is in its place")
-        elif (
-            row_hash(self.hash, row.run_id, seq, row.type, row.schema, row.payload, row.time, row.incarnation)
-            != row.hash
+        elif row.hash != row_hash(
+            self.hash, row.run_id, seq, row.type, row.schema, row.payload, row.time, row.incarnation
         ):
             violation("chain", seq, f"the row ({row.type}) is not as it was written: its hash does not hold")
-        if seq >= expected:
-            self.seq, self.hash = seq, row.hash
-            self.storage.remember_hash(seq, row.hash)
+        self.seq, self.hash = seq, row.hash
+        self.storage.remember_hash(seq, row.hash)
+
+    def _check_writer(self, row: EventRow, event: Event) -> None:
+        """Whether this incarnation may write this row here."""
+        facts, seq = self.facts, row.seq
+        if self.lives.ending != "open":
+            self.lives.check_place(row.type, seq)
+        if isinstance(event, IncarnationBegan):
+            if event.incarnation != row.incarnation:
+                facts.violation(
+                    "incarnations",
+                    seq,
+                    f"incarnation {event.incarnation} began with a row of {row.incarnation}",
+                )
+        elif row.incarnation != facts.incarnation and seq != 1:
+            facts.violation(
+                "incarnations",
+                seq,
+                f"{row.type} was written by incarnation {row.incarnation}, the run was held by"
+                f" {facts.incarnation}",
+            )
 
     def _on_worker_replaced(self, event: WorkerReplaced, seq: int) -> None:
         self.workers_replaced += 1

@@ -6,7 +6,7 @@ only here, so a group that is in two of them, or in none, has been reported at t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from operator import le
 
 import msgspec
 
@@ -301,9 +301,9 @@ class GroupAudit:
         oldest, newest, lengths = stored.oldest_versions, stored.newest_versions, stored.lengths
         samples = len(oldest)
         if (
-            samples == 0
-            or not samples == len(newest) == len(lengths) == len(stored.rewards) == len(stored.truncated)
-            or facts.group_size not in (None, samples)
+            not samples == len(newest) == len(lengths) == len(stored.rewards) == len(stored.truncated)
+            or samples == 0
+            or (samples != facts.group_size and facts.group_size is not None)
         ):
             facts.violation(
                 "samples",
@@ -312,8 +312,12 @@ class GroupAudit:
                 f" {samples} versions, batch.group_size is {facts.group_size}",
             )
         if samples:
-            low, high = min(oldest), max(newest)
-            if low < group.admission_version or high > facts.policy_version or not _ordered(oldest, newest):
+            low, high = min(oldest), max(newest or oldest)
+            if (
+                low < group.admission_version
+                or high > facts.policy_version
+                or (oldest != newest and not all(map(le, oldest, newest)))
+            ):
                 facts.violation(
                     "samples",
                     seq,
@@ -325,7 +329,7 @@ class GroupAudit:
         group.samples = samples
         group.oldest_version_sum = sum(oldest)
         group.tokens = sum(lengths)
-        group.reward_sum = float(sum(map(float, stored.rewards)))
+        group.reward_sum = sum(map(float, stored.rewards))
 
     def on_dropped(self, event: GroupsDropped, seq: int) -> None:
         for index in event.prompt_indices:
@@ -379,7 +383,3 @@ class GroupAudit:
             return False
         self.fates.extend(bytes(max(0, gap)))
         return True
-
-
-def _ordered(oldest: Sequence[int], newest: Sequence[int]) -> bool:
-    return all(low <= high for low, high in zip(oldest, newest, strict=False))

@@ -6,6 +6,8 @@ invariant that it looks for: at every seq, what is kept is enough to redo what i
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from .audit_findings import Facts
 from .audit_groups import GroupAudit
 from .audit_learning import LearningAudit
@@ -33,16 +35,17 @@ class StorageAudit:
 
     def remember_hash(self, seq: int, digest: str) -> None:
         """Keep the hash of a row, for checkpoints that name it."""
-        gap = seq - 1 - len(self._hashes) // _DIGEST_BYTES
-        if not 0 <= gap <= _LARGEST_GAP:
-            return
-        if gap:
-            self._hashes.extend(bytes(gap * _DIGEST_BYTES))
-        try:
-            raw = bytes.fromhex(digest)
-        except ValueError:
-            raw = b""
-        self._hashes += raw if len(raw) == _DIGEST_BYTES else bytes(_DIGEST_BYTES)
+        missing = (seq - 1) * _DIGEST_BYTES - len(self._hashes)
+        if missing:
+            if not 0 < missing <= _LARGEST_GAP * _DIGEST_BYTES:
+                return
+            self._hashes += bytes(missing)
+        with suppress(ValueError):
+            self._hashes += bytes.fromhex(digest)
+        length = seq * _DIGEST_BYTES
+        if len(self._hashes) != length:  # it was no hash, which has been reported
+            del self._hashes[length - _DIGEST_BYTES :]
+            self._hashes += bytes(_DIGEST_BYTES)
 
     def newest(self) -> int:
         """The update of the newest kept checkpoint; 0 is the initial weights."""

@@ -20,6 +20,8 @@ SCHEDULE_KINDS = ("constant", "linear", "cosine")
 _BITS = 96
 _ONE = 1 << _BITS
 _HALF_PI = 157079632679489661923132169163975144209858 * _ONE // 10**41
+_SINE = [(-1) ** n * _ONE // math.factorial(2 * n + 1) for n in reversed(range(14))]
+"""Taylor's coefficients of sin(x)/x in x squared, last first; the first left out is below 2^-83 at pi/2."""
 
 
 class ScheduleSpec(msgspec.Struct, frozen=True):
@@ -68,17 +70,15 @@ def _raised_cosine(steps_left: int, decay_steps: int) -> float:
     """(1 + cos(pi * p)) / 2 at p = 1 - steps_left / decay_steps, correctly rounded.
 
     As sin(pi/2 * steps_left/decay_steps) squared, so that nothing cancels near the end; Taylor's series in
-    96-bit fixed point.
+    fixed point.
     """
     angle = _HALF_PI * steps_left // decay_steps
     square = angle * angle >> _BITS
-    sine = term = angle
-    n = 1
-    while term:
-        term = (term * square >> _BITS) // ((2 * n) * (2 * n + 1))
-        sine += -term if n % 2 else term
-        n += 1
-    return min(sine * sine, _ONE * _ONE) / (_ONE * _ONE)
+    series = 0
+    for coefficient in _SINE:
+        series = (series * square >> _BITS) + coefficient
+    sine = min(angle * series >> _BITS, _ONE)
+    return sine * sine / (_ONE * _ONE)
 
 
 def learning_rates(lr: float, spec: ScheduleSpec, optimizer_steps: Iterable[int]) -> list[float]:
