@@ -48,7 +48,7 @@ Ratio = Annotated[
 
 
 def _function_name(value: str | None) -> str | None:
-    if value is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+    if value is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", value):
         raise ValueError("must be package.module:function")
     return value
 

@@ -1,0 +1,290 @@
+"""The command line: thin commands over the library, one line for every error, an exit code for every end.
+
+Owns standard output and error, and nothing else. Only `train` and `export` import torch or Ray, and only once
+they need them; every import that is not small is inside its command.
+
+Exit codes: 0 done, or already complete (which one is said); 1 failed; 2 the user's mistake; 3 stopped short;
+75 preempted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..statemachine.errors import SurefootError, UserMistake
+
+FAILED, MISTAKE, PREEMPTED = 1, 2, 75
+FOLLOW_SECONDS = 0.2
+
+app = typer.Typer(
+    name="surefoot",
+    help="Asynchronous reinforcement-learning post-training, every step in a log.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="A TOML file; docs/config.md lists its keys.")
+]
+MoreSets = Annotated[list[str] | None, typer.Argument(metavar="", hidden=True)]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; may be given again.")
+]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The run.")]
+RunsDir = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="Where runs' folders are.")]
+Database = Annotated[
+    str | None, typer.Option("--db", metavar="URL", help="A shared database for the log, instead of a file.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Update = Annotated[
+    int | None, typer.Option("--update", metavar="K", help="The update; the last one unless given.")
+]
+
+RUNS = Path("runs")
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    more: MoreSets = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = RUNS,
+    db: Database = None,
+    debug: Debug = False,
+) -> int:
+    """Print the budget, its derivation and the learning rates; start nothing."""
+    from .config import load_config
+    from .plan import plan_dict, plan_lines, prepare
+
+    prepared = prepare(load_config(config, _sets(sets, more)))
+    if as_json:
+        _print_json(plan_dict(prepared))
+    else:
+        _print(plan_lines(prepared))
+    return 0
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    more: MoreSets = None,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", metavar="NAME", help="The run's name; the config file's unless given."),
+    ] = None,
+    new: Annotated[bool, typer.Option("--new", help="Take the next free name.")] = False,
+    sets: Sets = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Take the run even from a driver that lives; it is fenced.")
+    ] = False,
+    accept_divergence: Annotated[
+        bool,
+        typer.Option("--accept-divergence", help="Go on though a redo differs from its record; recorded."),
+    ] = False,
+    runs_dir: RunsDir = RUNS,
+    db: Database = None,
+    debug: Debug = False,
+) -> int:
+    """Start the run, or go on with it if it exists."""
+    from .config import load_config
+    from .places import Place, next_free
+    from .terminal import drive
+
+    name = run or config.stem
+    place = next_free(name, runs_dir, db) if new else Place(name, runs_dir, db)
+    return drive(
+        load_config(config, _sets(sets, more)),
+        place,
+        take_over=take_over,
+        accept_divergence=accept_divergence,
+    )
+
+
+@app.command()
+def runs(as_json: AsJson = False, runs_dir: RunsDir = RUNS, db: Database = None, debug: Debug = False) -> int:
+    """List the runs: phase, step x of y, age of the last event."""
+    from .places import all_places
+    from .views import run_view, runs_table
+
+    views = []
+    for place in all_places(runs_dir, db):
+        with place.reading() as log:
+            views.append(run_view(place.run, log.read(place.run)))
+    if as_json:
+        _print_json(views)
+    elif views:
+        _print(runs_table(views))
+    else:
+        _print([f"no runs in {db or runs_dir}"])
+    return 0
+
+
+@app.command()
+def log(
+    name: Name,
+    as_json: AsJson = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on with new events until the run ends.")
+    ] = False,
+    runs_dir: RunsDir = RUNS,
+    db: Database = None,
+    debug: Debug = False,
+) -> int:
+    """Print the events; with --json one object a line."""
+    import shutil
+    import time
+
+    from ..statemachine.log import follow as follow_log
+    from .places import Place
+    from .views import END_TYPES, row_json, row_line
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10**6
+    last_type = ""
+
+    def wait() -> bool:
+        if not follow or last_type in END_TYPES:
+            return False
+        sys.stdout.flush()
+        time.sleep(FOLLOW_SECONDS)
+        return True
+
+    with Place(name, runs_dir, db).reading() as opened:
+        try:
+            for row in follow_log(opened, name, wait=wait):
+                last_type = row.type
+                print(row_json(row) if as_json else row_line(row, width))
+        except KeyboardInterrupt:
+            if not follow:
+                raise
+    return 0
+
+
+@app.command()
+def samples(
+    name: Name,
+    update: Update = None,
+    group: Annotated[
+        int | None, typer.Option("--group", metavar="I", help="One group, by prompt index.")
+    ] = None,
+    runs_dir: RunsDir = RUNS,
+    db: Database = None,
+    debug: Debug = False,
+) -> int:
+    """Print decoded prompts, responses, rewards, versions and attempts of trained groups."""
+    from ..rollout.store import FsspecGroupStore
+    from ..rollout.tokens import load_tokenizer
+    from .places import Place
+    from .views import SampleSource, sample_lines
+
+    place = Place(name, runs_dir, db)
+    with place.reading() as opened:
+        source = SampleSource.of(opened.read(name))
+    tokenizer = load_tokenizer(source.config.model.path)
+    store = FsspecGroupStore(place.storage_url(source.config))
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    for number, prompt_index, attempt in source.chosen(update, group):
+        _print(sample_lines(number, source.read(store, prompt_index, attempt), decode))
+    return 0
+
+
+@app.command()
+def audit(
+    name: Name, as_json: AsJson = False, runs_dir: RunsDir = RUNS, db: Database = None, debug: Debug = False
+) -> int:
+    """Recompute a run from its log and say whether every identity holds."""
+    import msgspec
+
+    from ..statemachine.audit import audit as audit_rows
+    from .places import Place
+    from .views import audit_lines
+
+    with Place(name, runs_dir, db).reading() as opened:
+        # The head first: rows that a live driver appends meanwhile are no contradiction to it.
+        head = opened.head(name)
+        report = audit_rows(opened.read(name, limit=head.head_seq), head)
+    if as_json:
+        _print_json(msgspec.to_builtins(report))
+    else:
+        _print(audit_lines(report))
+    return 0 if report.ok else FAILED
+
+
+@app.command()
+def export(
+    name: Name,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; must not exist yet.")],
+    update: Update = None,
+    runs_dir: RunsDir = RUNS,
+    db: Database = None,
+    debug: Debug = False,
+) -> int:
+    """Write the weights as a transformers folder that from_pretrained loads."""
+    raise NotImplementedError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Never raises, but with --debug."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # reward functions may lie in the folder that the command runs in
+    try:
+        code = app(arguments, prog_name="surefoot", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except BrokenPipeError:
+        # Whoever read our output has read enough; nothing more can be said there.
+        sys.stdout = None  # type: ignore[assignment]
+        return 0
+    except BaseException as error:
+        if "--debug" in arguments:
+            raise
+        return _report(error)
+
+
+def _report(error: BaseException) -> int:
+    if isinstance(error, typer.TyperException):
+        message, code = error.format_message(), MISTAKE
+    elif isinstance(error, SurefootError):
+        message, code = str(error), MISTAKE if isinstance(error, UserMistake) else FAILED
+    elif isinstance(error, KeyboardInterrupt):
+        message, code = "interrupted", 130
+    else:
+        message, code = f"{type(error).__name__}: {error} (--debug shows where)", FAILED
+    print(f"surefoot: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _sets(sets: list[str] | None, more: list[str] | None) -> list[str]:
+    """Overrides as given: `--set a=1 --set b=2`, or `--set a=1 b=2`."""
+    for text in more or []:
+        if "=" not in text:
+            raise UserMistake(f"{text!r}: one CONFIG is expected, and after it only KEY=VALUE; take it out")
+    return [*(sets or []), *(more or [])]
+
+
+def _print(lines: Sequence[str] | object) -> None:
+    for line in lines:  # type: ignore[union-attr]
+        print(line)
+
+
+def _print_json(value: object) -> None:
+    import json
+
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

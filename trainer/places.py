@@ -1,0 +1,113 @@
+"""Where a run's things lie: its folder, its log, its storage. Reads nothing of a run but whether it is there.
+
+A run's folder is `<runs folder>/<name>` and holds log.db, groups/, checkpoints/, metrics.jsonl and curve.png.
+With a shared database the log is there instead, and the folder holds the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..statemachine.errors import RunUnknown, UserMistake
+
+if TYPE_CHECKING:
+    from ..statemachine.log import EventLog, RunHead
+    from .options import Config
+
+LOG_NAME = "log.db"
+CURVE_NAME = "curve.png"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of one run. Raises UserMistake for a name that cannot be a folder's."""
+
+    run: str
+    runs_dir: Path = Path("runs")
+    db: str | None = None  # a shared database; none: a file in the run's folder
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.run):
+            raise UserMistake(
+                f"run name {self.run!r}: must be letters, digits, '.', '_' and '-', beginning with a letter "
+                "or digit; choose another",
+                run=self.run,
+            )
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder, absolute."""
+        return (self.runs_dir / self.run).absolute()
+
+    @property
+    def curve(self) -> Path:
+        """The picture of its learning curve, as the user would write the path."""
+        return self.runs_dir / self.run / CURVE_NAME
+
+    @property
+    def log_url(self) -> str:
+        """The database that holds the run's log."""
+        return self.db or f"sqlite:///{self.folder / LOG_NAME}"
+
+    def storage_url(self, config: Config) -> str:
+        """The folder or URL that group files and checkpoints lie below."""
+        url = config.storage.url
+        return f"{url.rstrip('/')}/{self.run}" if url else str(self.folder)
+
+    def exists(self) -> bool:
+        """Whether the run is there. Reads only."""
+        if self.db is None:
+            return (self.folder / LOG_NAME).is_file()
+        return any(head.run_id == self.run for head in _heads(self.db))
+
+    @contextmanager
+    def reading(self) -> Iterator[EventLog]:
+        """The run's log, to read from; writes nothing. Raises RunUnknown."""
+        from ..statemachine.sqllog import open_log
+
+        if self.db is None and not (self.folder / LOG_NAME).is_file():
+            raise RunUnknown(
+                f"there is no run {self.run!r} in {self.runs_dir}: `surefoot runs` lists those there are",
+                run=self.run,
+            )
+        log = open_log(self.log_url, migrate=False)
+        try:
+            log.head(self.run)  # raises RunUnknown
+            yield log
+        finally:
+            log.close()
+
+
+def next_free(run: str, runs_dir: Path, db: str | None = None) -> Place:
+    """The place of that name, or of name-2, name-3 ... if it is taken."""
+    place, number = Place(run, runs_dir, db), 1
+    taken = {head.run_id for head in _heads(db)} if db is not None else None
+    while place.run in taken if taken is not None else place.folder.exists():
+        number += 1
+        place = Place(f"{run}-{number}", runs_dir, db)
+    return place
+
+
+def all_places(runs_dir: Path, db: str | None = None) -> list[Place]:
+    """Every run that there is, by name."""
+    if db is not None:
+        return [Place(head.run_id, runs_dir, db) for head in _heads(db)]
+    found = sorted(path.parent.name for path in runs_dir.glob(f"*/{LOG_NAME}"))
+    return [Place(name, runs_dir) for name in found if _NAME.fullmatch(name)]
+
+
+def _heads(db: str) -> list[RunHead]:
+    from ..statemachine.sqllog import open_log
+
+    log = open_log(db, migrate=False)
+    try:
+        return log.runs()
+    finally:
+        log.close()

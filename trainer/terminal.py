@@ -1,0 +1,84 @@
+"""A run driven from a terminal: its display, its signals, its exit code and, at its end, its curve.
+
+Owns the process's handlers of SIGTERM and SIGINT while the run is driven, which a library may not. The first
+signal asks the run to stop in order; a second one ends the process at once, which is as safe as a kill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .config import Config
+from .curve import draw_curve
+from .display import Display
+from .driver import Outcome
+from .places import Place
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def drive(config: Config, place: Place, *, take_over: bool, accept_divergence: bool) -> int:
+    """Start the run or go on with it; returns the exit code. Raises SurefootError."""
+    try:
+        outcome = asyncio.run(_drive(config, place, take_over, accept_divergence))
+    finally:
+        # A run that failed has a curve as well, as far as it came.
+        curve = _curve(place)
+    print(f"run {place.run} {outcome.message}")
+    if curve is not None:
+        print(f"learning curve: {curve}")
+    return outcome.exit_code
+
+
+async def _drive(config: Config, place: Place, take_over: bool, accept_divergence: bool) -> Outcome:
+    from .run import Run
+
+    with Display(place.run) as display, _asked_to_stop() as asked:
+        async with Run.start(
+            config,
+            name=place.run,
+            runs_dir=place.runs_dir,
+            db=place.db,
+            take_over=take_over,
+            accept_divergence=accept_divergence,
+            listeners=[display.on_event],
+        ) as run:
+            outcome = asyncio.ensure_future(run.outcome())
+            stop = asyncio.ensure_future(asked.wait())
+            await asyncio.wait({outcome, stop}, return_when=asyncio.FIRST_COMPLETED)
+            stop.cancel()
+            if not outcome.done():
+                await run.preempt("the process was asked to stop")
+            return await outcome
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[asyncio.Event]:
+    """An event that the first signal sets. The second signal has the effect it has by default."""
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if asked.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        asked.set()
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield asked
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+def _curve(place: Place) -> str | None:
+    if not place.exists():
+        return None
+    with place.reading() as log:
+        draw_curve(log.read(place.run), place.curve)
+    return str(place.curve)
