@@ -113,7 +113,11 @@ class _Auditor:
                 else:
                     self._check_link(row)
                 event = decode(kind, row.schema, row.payload, seq=seq)
-                if row.incarnation != facts.incarnation or lives.ending != "open":
+                if (
+                    row.incarnation != facts.incarnation
+                    or lives.ending != "open"
+                    or kind == "IncarnationBegan"
+                ):
                     self._check_writer(row, event)
                 handlers[kind](event, seq)
             except Exception as error:

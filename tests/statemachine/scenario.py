@@ -1,13 +1,12 @@
 """Small valid runs, event by event, for tests to look at and to spoil.
 
 A `Scenario` writes what a right driver would have written and keeps just enough of its own account to do so;
-it shares no code with the fold or the audit. A checkpoint whose `head_seq` is 0 is completed when rows are
-built: it names the row before it.
+it shares no code with the fold or the audit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +16,6 @@ from surefoot.statemachine.events import (
     CheckpointCommitted,
     DropReason,
     EvaluationDone,
-    Event,
     FilesRetired,
     GroupsAdmitted,
     GroupsDropped,
@@ -40,14 +38,11 @@ from surefoot.statemachine.events import (
     UpdatesRedone,
     WeightsPublished,
     WorkersReady,
-    type_of,
 )
-from surefoot.statemachine.log import GENESIS_HASH, EventRow, build_rows
 from surefoot.statemachine.schedule import learning_rates
 
 from .budgets import budget
-
-RUN_ID = "scenario"
+from .spoilable import SpoilableLog
 
 
 class ScenarioGroup(msgspec.Struct):
@@ -60,7 +55,7 @@ class ScenarioGroup(msgspec.Struct):
     file: str = ""
 
 
-class Scenario:
+class Scenario(SpoilableLog):
     """Twelve prompts in batches of two; two minibatches; published every two updates: six updates, three
     publications, twelve optimizer steps. Changed as asked; budget inputs by their names."""
 
@@ -74,6 +69,7 @@ class Scenario:
         groups_keep: str = "covered",
         **budget_inputs: Any,
     ) -> None:
+        super().__init__()
         sizes = {"data_len": 12, "epochs": 1, "batch_prompts": 2, "every_updates": 2, "minibatches": 2}
         self.budget: BudgetResolved = budget(**(sizes | budget_inputs))
         self.max_staleness = max_staleness
@@ -81,8 +77,6 @@ class Scenario:
         self.group_size = group_size
         self.eval_every_updates = eval_every_updates
         self.groups_keep = groups_keep
-        self.entries: list[tuple[int, Event]] = []
-        self.incarnation = 0
         self.learner_try = 0
         self.live: dict[int, ScenarioGroup] = {}
         self.drawn = 0
@@ -94,59 +88,6 @@ class Scenario:
         self.checkpoints: dict[str, int] = {}
         self.files_trained: dict[str, int] = {}  # file -> update that trained its only group
         self._fresh = 0
-
-    # -- the log --------------------------------------------------------------------------------------
-
-    @property
-    def events(self) -> list[Event]:
-        return [event for _, event in self.entries]
-
-    def add(self, *events: Event) -> Scenario:
-        """Write events as they are, in the current incarnation."""
-        self.entries += [(max(1, self.incarnation), event) for event in events]
-        return self
-
-    def rows(self) -> list[EventRow]:
-        """The whole log, its chain made last."""
-        rows: list[EventRow] = []
-        for incarnation, event in self.entries:
-            seq, digest = (rows[-1].seq, rows[-1].hash) if rows else (0, GENESIS_HASH)
-            if isinstance(event, CheckpointCommitted) and event.head_seq == 0:
-                event = msgspec.structs.replace(event, head_seq=seq, head_hash=digest)
-            rows += build_rows(RUN_ID, seq, digest, incarnation, [event], "2026-01-01T00:00:00Z")
-        return rows
-
-    def seq(self, kind: type[Event], nth: int = 0) -> int:
-        """The seq of the nth event of a kind; negative from the end."""
-        return [seq for seq, event in enumerate(self.events, 1) if isinstance(event, kind)][nth]
-
-    def event(self, kind: type[Event], nth: int = 0) -> Any:
-        return self.events[self.seq(kind, nth) - 1]
-
-    def change(self, kind: type[Event], nth: int = 0, **changes: Any) -> Scenario:
-        """Spoil one event: a value, or a function of the old value."""
-        place = self.seq(kind, nth) - 1
-        incarnation, event = self.entries[place]
-        values = {
-            name: value(getattr(event, name)) if isinstance(value, Callable) else value
-            for name, value in changes.items()
-        }
-        self.entries[place] = (incarnation, msgspec.structs.replace(event, **values))
-        return self
-
-    def remove(self, kind: type[Event], nth: int = 0) -> Scenario:
-        del self.entries[self.seq(kind, nth) - 1]
-        return self
-
-    def insert_before(self, kind: type[Event], nth: int, *events: Event) -> Scenario:
-        place = self.seq(kind, nth) - 1
-        self.entries[place:place] = [(self.entries[place][0], event) for event in events]
-        return self
-
-    def insert_after(self, kind: type[Event], nth: int, *events: Event) -> Scenario:
-        place = self.seq(kind, nth)
-        self.entries[place:place] = [(self.entries[place - 1][0], event) for event in events]
-        return self
 
     # -- lives ----------------------------------------------------------------------------------------
 
@@ -473,9 +414,6 @@ class Scenario:
                 optimizer_steps=self.optimizer_steps,
             )
         )
-
-    def kinds(self) -> list[str]:
-        return [type_of(event) for event in self.events]
 
 
 def whole_run(**options: Any) -> Scenario:
