@@ -172,13 +172,13 @@ class SqlLog:
                 if self._is_in_place(cursor, head, expected_seq, incarnation, rows):
                     return
                 previous_hash = head.head_hash
-            verify_chain(rows, previous_hash, expected_seq)
             fence = {"mine": incarnation, "expected": expected_seq, "previous": previous_hash}
             if not self._sql.advance.run(cursor, run=run_id, seq=last.seq, hash_=last.hash, **fence).rowcount:
                 head = self._locked_head(cursor, run_id)
                 if self._is_in_place(cursor, head, expected_seq, incarnation, rows):
                     return
                 raise _not_the_head(run_id, head.head_seq)
+            verify_chain(rows, previous_hash, expected_seq)
             self._sql.insert.run_many(cursor, stored)
             crashpoint("log.append.inside")
 
@@ -252,8 +252,11 @@ class SqlLog:
             return self._look(work)
         except LogUnavailable as error:
             if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF in _TORN:
+                for row in range(size if size > 1 else 0):
+                    self._page(run_id, after_seq + row, 1)  # until the one that cannot be read
                 raise LogBroken(
-                    f"the rows of run {run_id!r} after event {after_seq} cannot be read: {error}",
+                    f"event {after_seq + 1} of run {run_id!r} cannot be read ({error.__cause__}): go on from "
+                    "a copy of the log that is whole",
                     run=run_id,
                     seq=after_seq + 1,
                 ) from error
@@ -337,7 +340,7 @@ class SqlLog:
 
     def _may_pass(self, error: Any) -> bool:
         """Whether it is the server's coming and going, and no answer to what was asked."""
-        if self._driver is sqlite3:
+        if isinstance(error, sqlite3.Error):
             # met where a writer was killed: the next connection undoes what that one had begun
             return getattr(error, "sqlite_errorcode", None) == SQLITE_READONLY_ROLLBACK
         state = getattr(error, "sqlstate", None)
