@@ -46,6 +46,5 @@ events = Table(
     Column("time", Text, nullable=False),
     Column("incarnation", BigInteger, nullable=False),
     Column("hash", Text, nullable=False),
-    sqlite_with_rowid=False,  # one B-tree instead of a table and an index: one page dirtied an append
 )
 """The log itself. Only ever appended to."""

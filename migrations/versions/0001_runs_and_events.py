@@ -66,7 +66,6 @@ def upgrade() -> None:
         sa.Column("time", sa.Text, nullable=False),
         sa.Column("incarnation", sa.BigInteger, nullable=False),
         sa.Column("hash", sa.Text, nullable=False),
-        sqlite_with_rowid=False,
     )
     dialect = op.get_bind().dialect.name
     for statement in _SQLITE_TRIGGERS if dialect == "sqlite" else _POSTGRESQL_TRIGGERS:

@@ -108,7 +108,7 @@ class LogContract:
         assert texts(rows) == [text]
         last = rows[-1].event()
         assert isinstance(last, RunFailed)
-        assert (last.error, last.facts) == (text, facts)
+        assert (last.error, last.facts) == (text, {"é": [1.5e-9, None]})
         verify_chain(rows)
 
     def test_a_part_of_the_log_can_be_read(self, log: EventLog) -> None:
