@@ -212,9 +212,11 @@ def audit(
     from .views import audit_lines
 
     with Place(name, runs_dir, db).reading() as opened:
-        # The head first: rows that a live driver appends meanwhile are no contradiction to it.
         head = opened.head(name)
-        report = audit_rows(opened.read(name, limit=head.head_seq), head)
+        report = audit_rows(opened.read(name), head)
+        if opened.head(name).head_seq != head.head_seq:
+            # Events came meanwhile, from a driver that lives: what the head already held is audited.
+            report = audit_rows(opened.read(name, limit=head.head_seq), head)
     if as_json:
         _print_json(msgspec.to_builtins(report))
     else:
@@ -244,10 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(arguments, prog_name="surefoot", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except BrokenPipeError:
-        # Whoever read our output has read enough; nothing more can be said there.
-        sys.stdout = None  # type: ignore[assignment]
-        return 0
+    except SystemExit:
+        return 0  # typer's answer to a reader of our output that went away: it has read enough
     except BaseException as error:
         if "--debug" in arguments:
             raise

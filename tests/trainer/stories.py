@@ -6,12 +6,18 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
+from surefoot.rollout.packing import pack_f32, pack_i32
+from surefoot.rollout.protocols import Group, GroupStore, Sample
 from surefoot.statemachine import events as ev
 from surefoot.statemachine.budget import BudgetInputs, batch_size_of, resolve_budget
-from surefoot.statemachine.log import EventRow, build_rows
+from surefoot.statemachine.liveness import DriverIdentity
+from surefoot.statemachine.log import EventRow, build_rows, utc_now
 from surefoot.statemachine.schedule import multiplier
+from surefoot.statemachine.sqllog import open_log
 from surefoot.statemachine.state import RunState
 from surefoot.trainer.config import load_config
+from surefoot.trainer.places import Place
 
 BASE: dict[str, Any] = {
     "data": {"source": "reasoning_gym:chain_sum", "size": 16},
@@ -25,6 +31,27 @@ LEARNER_METRICS: dict[str, ev.Number] = {
     "policy/ratio_clip_frac": 0.0,
     "policy/kl_rollout_learner": 0.0,
 }
+
+
+def a_group(issue: ev.Issue, rewards: Sequence[float]) -> Group:
+    """A group whose every response is five tokens: ids 5 to 9, two of them by the version before."""
+    version = issue.admission_version
+    sample = {
+        "ids": pack_i32(range(5, 10)),
+        "logprobs": pack_f32([-0.5] * 5),
+        "versions": pack_i32([max(0, version - 1)] * 2 + [version] * 3),
+        "truncated": False,
+        "text": "",
+        "parts": {},
+    }
+    return Group(
+        prompt_index=issue.prompt_index,
+        attempt=issue.attempt,
+        row_index=issue.prompt_index,
+        prompt_ids=pack_i32([2, 3, 4]),
+        temperature=1.0,
+        samples=[Sample(**sample, reward=reward) for reward in rewards],
+    )
 
 
 class Story:
@@ -91,33 +118,67 @@ class Story:
         self.add(ready)
         return self
 
-    def stored(self, rewards: Sequence[float] = (0.0, 1.0)) -> str:
-        """The next batch's groups are admitted and stored; returns the file."""
+    def save(self, place: Place) -> None:
+        """Write the story into a real log, as a driver would. Events are the same, times are not."""
+        place.folder.mkdir(parents=True)
+        log = open_log(place.log_url, migrate=True)
+        try:
+            head = log.create(self.run, self.rows[0].event(), DriverIdentity.here())
+            for row in self.rows[2:]:
+                event = row.event()
+                if isinstance(event, ev.IncarnationBegan):
+                    log.release(self.run, head.incarnation)
+                    head = log.take_over(self.run, DriverIdentity.here())
+                else:
+                    if isinstance(event, ev.CheckpointCommitted):
+                        event = msgspec.structs.replace(
+                            event, head_seq=head.head_seq, head_hash=head.head_hash
+                        )
+                    made = build_rows(
+                        self.run, head.head_seq, head.head_hash, head.incarnation, [event], utc_now()
+                    )
+                    log.append(self.run, head.head_seq, head.incarnation, made)
+                    head = log.head(self.run)
+            log.release(self.run, head.incarnation)
+        finally:
+            log.close()
+
+    def stored(self, rewards: Sequence[float] = (0.0, 1.0), store: GroupStore | None = None) -> str:
+        """The next batch's groups are admitted and stored, in a real store if one is given."""
         state = self.state
         first, size = state.drawn, batch_size_of(self.budget, state.updates + 1)
         issues = [ev.Issue(first + i, 1, state.policy_version) for i in range(size)]
         file = f"g{state.seq:06d}"
+        places = [("d", 100 * place, 100) for place in range(size)]
+        if store is not None:
+            made = [a_group(issue, rewards) for issue in issues]
+            places = [(one.digest, one.offset, one.size) for one in store.write(file, made)]
         groups = [
             ev.StoredGroup(
                 prompt_index=issue.prompt_index,
                 attempt=1,
-                offset=100 * place,
-                size=100,
-                digest="d",
+                offset=offset,
+                size=size,
+                digest=digest,
                 rewards=list(rewards),
                 lengths=[5] * len(rewards),
                 truncated=[False] * len(rewards),
                 oldest_versions=[state.policy_version] * len(rewards),
                 newest_versions=[state.policy_version] * len(rewards),
             )
-            for place, issue in enumerate(issues)
+            for issue, (digest, offset, size) in zip(issues, places, strict=True)
         ]
         self.add(ev.GroupsAdmitted(groups=issues), ev.GroupsStored(file=file, groups=groups))
         return file
 
-    def updated(self, reward: float = 0.5, metrics: Mapping[str, ev.Number] = LEARNER_METRICS) -> Story:
+    def updated(
+        self,
+        reward: float = 0.5,
+        metrics: Mapping[str, ev.Number] = LEARNER_METRICS,
+        store: GroupStore | None = None,
+    ) -> Story:
         """The next update: generated, trained, published if that is due."""
-        self.stored()
+        self.stored(store=store)
         state, budget = self.state, self.budget
         order = [
             (group.prompt_index, group.attempt) for group in state.live.values() if group.stored is not None

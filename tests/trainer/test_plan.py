@@ -1,0 +1,210 @@
+"""What can be refused before a run starts is refused then; the plan is the run's own budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from surefoot.statemachine.errors import (
+    BudgetRefused,
+    ConfigChanged,
+    ConfigRefused,
+    DataRefused,
+    ModelRefused,
+    UserMistake,
+)
+from surefoot.statemachine.events import RunCreated
+from surefoot.trainer.config import load_config
+from surefoot.trainer.plan import (
+    RATES_SHOWN,
+    Prepared,
+    config_changes,
+    plan_dict,
+    plan_lines,
+    prepare,
+    shown_steps,
+)
+
+from .models import write_model, write_rows
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "data": {"source": str(write_rows(tmp_path / "rows.jsonl", 10)), "epochs": 3},
+        "model": {"path": str(write_model(tmp_path / "model"))},
+        "batch": {"prompts": 4},
+        "rollout": {"max_new_tokens": 8},
+        "sync": {"every_updates": 4},
+        "optim": {"lr": 1.0},
+    }
+
+
+def planned(base: dict[str, Any], *sets: str) -> Prepared:
+    return prepare(load_config(base, sets))
+
+
+def refusal(kind: type[UserMistake], base: dict[str, Any], *sets: str) -> str:
+    with pytest.raises(kind) as caught:
+        planned(base, *sets)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def created(prepared: Prepared) -> RunCreated:
+    return RunCreated(
+        config=prepared.config.resolved(),
+        digests=prepared.digests,
+        data_len=len(prepared.data.rows),
+        rows_filtered=0,
+        objects=prepared.objects,
+        software={},
+    )
+
+
+def test_the_total_is_known_before_anything_is_built(base: dict[str, Any]) -> None:
+    # 10 rows, 3 epochs, 4 prompts an update: 7 optimizer steps, cosine from 1
+    plan = plan_dict(planned(base))
+    assert plan["optimizer_steps_total"] == plan["horizon"] == 7
+    rates = [round(rate, 4) for rate in plan["learning_rates"]]
+    assert rates == [1.0, 0.9505, 0.8117, 0.6113, 0.3887, 0.1883, 0.0495]
+    assert (plan["data_len"], plan["prompts_available"], plan["publications_total"]) == (10, 30, 2)
+
+
+def test_a_warmup_ratio_is_exact_from_the_file_to_the_budget(base: dict[str, Any]) -> None:
+    sets = ["data.epochs=40", "optim.max_optimizer_steps=100"]
+    for ratio, steps in (("0.29", 29), ("0.07", 7)):
+        plan = plan_dict(planned(base, *sets, f"optim.schedule.warmup_ratio={ratio}"))
+        assert (plan["horizon"], plan["warmup_steps"]) == (100, steps)
+
+
+def test_the_plan_as_text_has_the_derivation_line_by_line(base: dict[str, Any]) -> None:
+    prepared = planned(base)
+    lines = list(plan_lines(prepared))
+    for line in prepared.budget.derivation:
+        assert line in lines
+    assert [line for line in lines if line.startswith("  optimizer step")][-1].split()[-1] == "4.951557e-02"
+
+
+def test_of_many_learning_rates_the_text_shows_some_with_peak_and_ends() -> None:
+    assert shown_steps(RATES_SHOWN, 0) == list(range(RATES_SHOWN))
+    shown = shown_steps(10_000, 137)
+    assert len(shown) <= RATES_SHOWN + 1 and {0, 137, 9_999} <= set(shown)
+
+
+def test_a_config_without_one_optimizer_step_is_refused(base: dict[str, Any]) -> None:
+    message = refusal(BudgetRefused, base, "batch.prompts=31")
+    assert "30" in message and "31" in message
+
+
+def test_bad_data_is_refused_with_its_line(base: dict[str, Any]) -> None:
+    path = Path(base["data"]["source"])
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
+    assert "line 2" in refusal(DataRefused, base)
+    path.write_text("")
+    refusal(DataRefused, base)
+    path.unlink()
+    refusal(DataRefused, base)
+
+
+def test_a_folder_that_is_no_model_is_refused(base: dict[str, Any], tmp_path: Path) -> None:
+    assert str(tmp_path) in refusal(ModelRefused, base, f"model.path={tmp_path}")
+    assert "gpt2" in refusal(
+        ModelRefused, base, f"model.path={write_model(tmp_path / 'other', model_type='gpt2')}"
+    )
+    lacking = write_model(tmp_path / "lacking")
+    (lacking / "model.safetensors").unlink()
+    assert "model.safetensors" in refusal(ModelRefused, base, f"model.path={lacking}")
+    small = write_model(tmp_path / "small", vocab_size=10)
+    assert "97" in refusal(ModelRefused, base, f"model.path={small}")
+
+
+def test_a_prompt_that_does_not_fit_the_context_is_refused(base: dict[str, Any]) -> None:
+    message = refusal(DataRefused, base, "rollout.max_new_tokens=125")
+    assert "125" in message and "128" in message
+
+
+def test_a_sequence_that_no_micro_batch_holds_is_refused(base: dict[str, Any]) -> None:
+    # "9+1=" is 4 tokens; with 8 new ones 12
+    assert planned(base, "learner.micro_batch_tokens=12")
+    message = refusal(ConfigRefused, base, "learner.micro_batch_tokens=11")
+    assert "12" in message and "11" in message
+
+
+def test_a_group_that_no_worker_holds_is_refused(base: dict[str, Any]) -> None:
+    message = refusal(ConfigRefused, base, "rollout.max_concurrent=4", "batch.group_size=8")
+    assert "rollout.max_concurrent = 4" in message and "batch.group_size = 8" in message
+
+
+def test_a_reward_function_that_is_none_is_refused(base: dict[str, Any]) -> None:
+    assert "no_such_module" in refusal(ConfigRefused, base, "reward.function=no_such_module:score")
+
+
+def test_a_filter_without_prompts_to_spare_makes_the_total_an_upper_bound(base: dict[str, Any]) -> None:
+    on = "algorithm.drop_no_spread=true"
+    assert planned(base).warnings == []
+    assert planned(base, on).warnings == []  # 30 prompts, 28 needed
+    (warning,) = planned(base, on, "data.max_prompts=28").warnings
+    assert "upper bound" in warning and "7 optimizer steps" in warning
+
+
+def test_rows_and_rewards_passed_as_objects_are_recorded_by_name(base: dict[str, Any]) -> None:
+    rows = [{"prompt": f"{i}+2=", "answer": str(i + 2)} for i in range(8)]
+    config = load_config({**base, "data": {}}, rows="sums")
+    prepared = prepare(config, rows, reward=len_reward)
+    assert prepared.objects == {"rows": "object:sums", "reward": f"{__name__}:len_reward"}
+    assert prepared.budget.prompts_total == 8 and prepared.reward is len_reward
+
+
+def len_reward(row: dict[str, Any], text: str, ids: list[int]) -> float:
+    return float(len(ids))
+
+
+def test_a_run_goes_on_only_with_the_objects_that_it_began_with(base: dict[str, Any]) -> None:
+    config = load_config(base)
+    with_reward = prepare(config, reward=len_reward)
+    with pytest.raises(ConfigChanged, match="reward: none was passed"):
+        config_changes("a", created(with_reward), prepare(config))
+    assert config_changes("a", created(with_reward), with_reward) == {}
+
+
+def test_what_may_change_is_recorded_and_what_may_not_is_refused_with_both_values(
+    base: dict[str, Any],
+) -> None:
+    first = created(planned(base))
+    assert config_changes("a", first, planned(base, "learner.ranks=2")) == {"learner.ranks": [1, 2]}
+    with pytest.raises(ConfigChanged, match=r"batch\.prompts = 5.*started with 4"):
+        config_changes("a", first, planned(base, "batch.prompts=5"))
+
+
+def test_data_or_weights_changed_in_place_are_refused(base: dict[str, Any], tmp_path: Path) -> None:
+    first = created(planned(base))
+    write_rows(tmp_path / "rows.jsonl", 10, prompt="{i} + 1 =")
+    with pytest.raises(ConfigChanged, match="the data have digest"):
+        config_changes("a", first, planned(base))
+    write_rows(tmp_path / "rows.jsonl", 10)
+    assert config_changes("a", first, planned(base)) == {}
+    with (tmp_path / "model" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x01")
+    with pytest.raises(ConfigChanged, match="the weights have digest"):
+        config_changes("a", first, planned(base))
+
+
+def test_the_same_data_and_model_may_lie_elsewhere(base: dict[str, Any], tmp_path: Path) -> None:
+    first = created(planned(base))
+    moved = write_rows(tmp_path / "moved.jsonl", 10)
+    assert config_changes("a", first, planned(base, f"data.source={moved}")) == {
+        "data.source": [base["data"]["source"], str(moved)]
+    }
+    other = write_rows(tmp_path / "other.jsonl", 10, prompt="{i}  +1=")
+    with pytest.raises(ConfigChanged, match=r"data\.source"):
+        config_changes("a", first, planned(base, f"data.source={other}"))
+
+
+def test_the_budget_planned_is_all_that_the_event_holds(base: dict[str, Any]) -> None:
+    prepared = planned(base)
+    for key, value in msgspec.to_builtins(prepared.budget).items():
+        assert plan_dict(prepared)[key] == value
