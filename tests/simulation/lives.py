@@ -2,7 +2,7 @@
 
 `history(seed)` draws a small config and a plan of faults, lets one driver after another live, and checks the
 audit's identities after every commit. It raises on the first thing that is wrong. The same seed is the same
-history; `python -m tests.simulation.lives SEED` repeats one, and `--seeds N` runs many.
+history; `python -m tests.simulation SEED` repeats one, and `--seeds N` runs many.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def report(seed: int, error: BaseException) -> str:
     small = shortest(seed)
     return (
         f"seed {seed}: {type(error).__name__}: {error}\n"
-        f"  repeat it:  python -m tests.simulation.lives {seed}\n"
+        f"  repeat it:  python -m tests.simulation {seed}\n"
         f"  shortest:   {small.lives}\n"
         f"  config:     {small.sections}, {small.data_len} rows, {small.faults}"
     )
@@ -287,7 +287,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rate = lives / (time.monotonic() - started) * 60
             print(f"{done} histories, {lives} lives, {events} events, {rate:.0f} lives a minute", flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

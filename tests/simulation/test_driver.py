@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from surefoot.statemachine.crashpoints import watched
 from surefoot.statemachine.errors import Diverged, FencedOut, RunFailedError
 from surefoot.statemachine.phases import Phase

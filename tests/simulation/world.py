@@ -1,9 +1,9 @@
 """A world without torch, Ray or threads in which the production driver lives and dies.
 
 The log and the disk outlive a driver; pool and learner die with it. A learner's weights are a hash of all it
-was trained on, in order, so one group lost, repeated or swapped changes every later digest and loss. Faults are
-drawn from one seeded generator at the places where the driver touches the world.
-"""
+The log and the disk outlive a driver; pool and learner die with it. A learner's weights are a hash of all it
+was trained on, in order, so one group lost, repeated or swapped changes every later digest and loss.
+Faults are drawn from one seeded generator at the places where the driver touches the world.
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+
 from surefoot.rollout.packing import pack_f32, pack_i32
 from surefoot.rollout.protocols import (
     Answer,
