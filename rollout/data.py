@@ -169,7 +169,7 @@ class DrawOrder:
     def _shuffle(self, epoch: int) -> array[int]:
         key = _hash63("draw order", self.seed, epoch)
         pack, digest = struct.Struct("<q").pack, xxhash.xxh3_64_intdigest
-        return array("q", sorted(range(self.data_len), key=lambda row: (digest(pack(row), key), row)))
+        return array("q", sorted(range(self.data_len), key=lambda row: digest(pack(row), key)))
 
 
 def draw_order(data_len: int, epochs: int, seed: int) -> DrawOrder:

@@ -416,6 +416,12 @@ def test_held_out_tasks_are_distinct_and_none_is_in_training(qwen):
     assert data.digest != held_out(qwen, train, size=50, seed=1, **task).digest
 
 
+def test_held_out_tasks_are_the_tasks_rows_from_that_seed(qwen):
+    data = held_out(qwen, [], source=SUMS, options=SMALL_SUMS, size=3, seed=5)
+    task = reasoning_gym.create_dataset("chain_sum", size=3, seed=eval_task_seed(5), **SMALL_SUMS)
+    assert [row.prompt for row in data.rows] == [entry["question"] for entry in task]
+
+
 def test_held_out_tasks_come_from_a_seed_far_from_the_runs(qwen):
     # A task uses the seeds from its own on, one a row: the next seed would give the training rows again.
     assert all(abs(eval_task_seed(seed) - seed) > 100_000 for seed in range(1000))

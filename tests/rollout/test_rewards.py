@@ -237,7 +237,7 @@ def test_a_groups_scores_come_in_order(reward):
 
 
 class Clock:
-    """A clock that calls move; `seen` waits until it has been read twice more, by whoever bounds the calls."""
+    """A clock that calls move; `seen` waits until whoever bounds the calls has read it twice more."""
 
     def __init__(self) -> None:
         self.now, self.reads, self.changed = 0.0, 0, threading.Condition()
@@ -311,7 +311,7 @@ def test_one_failing_async_call_cancels_the_others():
             ended.append(text)
 
     with pytest.raises(RewardFailed, match="raised ValueError: b"):
-        group(fails_on_b, "abc")
+        group(fails_on_b, "abc", timeout_seconds=1000)
     assert sorted(ended) == ["a", "c"]
 
 

@@ -165,7 +165,11 @@ def test_killed_half_way_leaves_half_a_file_that_is_swept_and_never_read_as_whol
     )
     done = subprocess.run(
         [sys.executable, "-c", code, url],
-        env={**os.environ, "SUREFOOT_CRASHPOINT": "group.write.inside", "PYTHONPATH": os.getcwd()},
+        env={
+            **os.environ,
+            "SUREFOOT_CRASHPOINT": "group.write.inside",
+            "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), os.getcwd()])),
+        },
         cwd=Path(__file__).parents[2],
         timeout=60,
         check=False,
