@@ -38,6 +38,18 @@ def trained(world: World) -> list[int]:
     return [index for event in world.events("UpdateApplied") for index, _ in event.groups]
 
 
+def ledger(world: World) -> list[object]:
+    """Which groups in which update; learning rate, loss and gradient norm of every optimizer step."""
+    return [
+        (
+            event.update,
+            [index for index, _ in event.groups],
+            [(step.learning_rate, step.loss, step.grad_norm) for step in event.steps],
+        )
+        for event in world.events("UpdateApplied")
+    ]
+
+
 def test_an_untouched_run_takes_exactly_the_budgets_steps() -> None:
     world = World(data_len=16)
     outcome = world.run()
@@ -267,13 +279,7 @@ def test_a_killed_run_equals_the_one_that_nobody_touched() -> None:
     for nth in (2, 3, 1):
         crash_at(killed, "update.executed", nth)
     killed.run()
-    ledgers = [
-        [(e.update, e.groups, [(s.learning_rate, s.loss, s.grad_norm) for s in e.steps]) for e in events]
-        for events in (untouched.events("UpdateApplied"), killed.events("UpdateApplied"))
-    ]
-    assert [[(u, [i for i, _ in g], s) for u, g, s in ledger] for ledger in ledgers][0] == [
-        (u, [i for i, _ in g], s) for u, g, s in ledgers[1]
-    ]
+    assert ledger(untouched) == ledger(killed)
     assert (
         untouched.events("RunCompleted")[0].weights_digest == killed.events("RunCompleted")[0].weights_digest
     )
@@ -393,8 +399,9 @@ def test_the_driver_that_was_taken_over_from_stops_and_writes_nothing_more() -> 
 
     async def two_drivers() -> tuple[BaseException, int]:
         first = asyncio.ensure_future(world.new_driver().run())
-        while world.state().updates < 3:
-            await asyncio.sleep(0.1)
+        third = asyncio.Event()
+        world.on_commit = lambda rows: third.set() if world.state().updates >= 3 else None
+        await third.wait()
         world.claim(ask=True)
         taken_at = world.state().seq
         (error,) = await asyncio.gather(first, return_exceptions=True)

@@ -1,9 +1,10 @@
 """A world without torch, Ray or threads in which the production driver lives and dies.
 
 The log and the disk outlive a driver; pool and learner die with it. A learner's weights are a hash of all it
-The log and the disk outlive a driver; pool and learner die with it. A learner's weights are a hash of all it
-was trained on, in order, so one group lost, repeated or swapped changes every later digest and loss.
+The log and the disk outlive a driver; pool and learner die with it. A learner's weights are a hash of all
+it was trained on, in order, so one group lost, repeated or swapped changes every later digest and loss.
 Faults are drawn from one seeded generator at the places where the driver touches the world.
+"""
 
 from __future__ import annotations
 
