@@ -4,6 +4,7 @@ import errno
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+
 from surefoot.rollout.protocols import Group, Sample
 
 

@@ -17,6 +17,7 @@ import reasoning_gym
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from surefoot.rollout.data import (
     digest_rows,
     draw_order,

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+
 from surefoot.rollout.protocols import Row
 from surefoot.rollout.rewards import Score, resolve_reward, score, score_group
 from surefoot.rollout.tasks import TaskReward, exact_match_reward

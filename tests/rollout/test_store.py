@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from surefoot.rollout.files import Files
 from surefoot.rollout.protocols import Group, GroupStore, Sample, StoredFile
 from surefoot.rollout.store import FsspecGroupStore

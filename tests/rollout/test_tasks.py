@@ -7,6 +7,7 @@ import pytest
 import reasoning_gym
 from hypothesis import given
 from hypothesis import strategies as st
+
 from surefoot.rollout import tasks
 from surefoot.rollout.data import load_rows
 from surefoot.rollout.tasks import (

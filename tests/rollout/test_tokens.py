@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from surefoot.rollout.templates import TEMPLATE_DATE, Template, TemplateFailed
 from surefoot.rollout.tokens import load_tokenizer
 from surefoot.statemachine.errors import ModelRefused
