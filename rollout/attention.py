@@ -56,6 +56,9 @@ class KeyValueCache:
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.slots = torch.arange(slots, device=device)
         self.columns = torch.arange(length, device=device)
+        # Per layer, one token's keys and values of all heads behind [slot, position].
+        self.keys_by_token = self.keys.transpose(2, 3).unbind()
+        self.values_by_token = self.values.transpose(2, 3).unbind()
 
     def upload(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         """The array where the cache is; on the CPU without a copy."""
@@ -77,7 +80,7 @@ class Attention:
     """The attention of one forward pass: decoded rows over the cache, a block of prompts within itself.
 
     The first tokens of the pass are the decoded rows', the others the block's, prompt after prompt. Queries
-    come scaled.
+    come scaled. What is the same for every layer is made once, here.
     """
 
     def __init__(
@@ -88,19 +91,26 @@ class Attention:
         block: PromptBlock | None,
         width: int,
     ) -> None:
+        kv_heads = architecture.kv_heads
+        self._split = (architecture.heads, kv_heads, kv_heads)
         self._cache = cache
-        self._heads, self._kv_heads = architecture.heads, architecture.kv_heads
         self._count = 0 if rows is None else len(rows.tokens)
         self._block = block
         self._width = width  # of the padded block
         if rows is not None:
-            self._reach = int(rows.positions.max()) + 1  # no row attends further
-            self._positions = cache.upload(rows.positions)
+            positions = cache.upload(rows.positions)
+            self._places = (cache.slots[: self._count], positions)
+            reach = int(rows.positions.max()) + 1  # no row attends further
+            # Views, not copies: what this pass writes is read through them.
+            flat = (architecture.layers, self._count * kv_heads, reach, architecture.head_dim)
+            self._keys = cache.keys[:, : self._count, :, :reach].view(flat).transpose(2, 3).unbind()
+            self._values = cache.values[:, : self._count, :, :reach].view(flat).unbind()
             self._mask: torch.Tensor | None = None
-            if rows.positions.min() + 1 != self._reach:
-                beyond = cache.columns[: self._reach] > self._positions.unsqueeze(1)
+            if rows.positions.min() + 1 != reach:
+                beyond = cache.columns[:reach] > positions.unsqueeze(1)
                 mask = torch.zeros(beyond.shape, device=beyond.device, dtype=cache.keys.dtype)
-                self._mask = mask.masked_fill_(beyond, float("-inf")).view(self._count, 1, 1, self._reach)
+                mask.masked_fill_(beyond, float("-inf"))
+                self._mask = mask.repeat_interleave(kv_heads, dim=0).unsqueeze(1)
         if block is not None:
             self._new_rows = slice(block.first_row, block.first_row + len(block.owners))
             shared = len(block.owners) != len(block.prompts)
@@ -116,29 +126,27 @@ class Attention:
         return torch.cat((decoded, self._prefill(layer, heads[self._count :])))
 
     def _decode(self, layer: int, heads: torch.Tensor) -> torch.Tensor:
-        count, key_end = self._count, self._heads + self._kv_heads
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        rows = self._cache.slots[:count]
-        keys[rows, :, self._positions] = heads[:, self._heads : key_end]
-        values[rows, :, self._positions] = heads[:, key_end:]
+        queries, keys, values = heads.split(self._split, dim=1)
+        self._cache.keys_by_token[layer].index_put_(self._places, keys)
+        self._cache.values_by_token[layer].index_put_(self._places, values)
         # The query heads that share a key head stand where a sequence of queries would: nothing is repeated.
-        queries = heads[:, : self._heads].view(count, self._kv_heads, -1, heads.shape[-1])
-        scores = torch.matmul(queries, keys[:count, :, : self._reach].transpose(2, 3))
+        cached = self._keys[layer]
+        scores = torch.bmm(queries.reshape(len(cached), -1, heads.shape[-1]), cached)
         if self._mask is not None:
             scores.add_(self._mask)
         shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(heads.dtype)
-        return torch.matmul(shares, values[:count, :, : self._reach]).reshape(count, -1)
+        return torch.bmm(shares, self._values[layer]).view(self._count, -1)
 
     def _prefill(self, layer: int, heads: torch.Tensor) -> torch.Tensor:
         width = self._width
-        split = (self._heads, self._kv_heads, self._kv_heads)
         block = heads.view(-1, width, *heads.shape[1:]).transpose(1, 2)
-        queries, keys, values = block.split(split, dim=1)
+        queries, keys, values = block.split(self._split, dim=1)
         # Padding stands behind a prompt: the causal mask hides it here, and positions hide it in the cache.
         new = self._new_rows
         self._cache.keys[layer, new, :, :width] = keys if self._owners is None else keys[self._owners]
         self._cache.values[layer, new, :, :width] = values if self._owners is None else values[self._owners]
+        shared = self._split[0] != self._split[1]
         mixed = F.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, scale=1.0, enable_gqa=self._heads != self._kv_heads
+            queries, keys, values, is_causal=True, scale=1.0, enable_gqa=shared
         )
         return mixed.transpose(1, 2).reshape(len(heads), -1)

@@ -56,6 +56,7 @@ class Decoder:
         self.cache = KeyValueCache(architecture, slots, length, self.device, dtype)
         angles = torch.outer(torch.arange(length, dtype=torch.float32), _frequencies(architecture))
         self._rotations = torch.polar(torch.ones_like(angles), angles).to(self.device)  # [length, pairs]
+        self._eps = torch.full((1,), architecture.norm_eps, device=self.device)
         self._embedding: torch.Tensor | None = None
         self._head: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
@@ -111,7 +112,7 @@ class Decoder:
         if last is not None:
             hidden = hidden[upload(last)]
         assert self._norm is not None and self._head is not None
-        hidden = _rms_norm(hidden, self._norm, self.architecture.norm_eps)
+        hidden = _rms_norm(hidden, self._norm, self._eps)
         logits = F.linear(hidden, self._head).float()
         if block is not None and len(block.owners) != len(block.prompts):
             logits = logits[upload(np.concatenate([np.arange(count), count + block.owners]))]
@@ -119,8 +120,7 @@ class Decoder:
 
     def _transform(self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
         """Every token through every layer; [tokens, hidden], before the last normalisation."""
-        architecture = self.architecture
-        eps, inner = architecture.norm_eps, architecture.intermediate
+        architecture, eps = self.architecture, self._eps
         turned = architecture.heads + architecture.kv_heads
         shape = (len(tokens), turned + architecture.kv_heads, architecture.head_dim)
         rotations = self._rotations[positions].unsqueeze(1)
@@ -134,25 +134,27 @@ class Decoder:
             _rotate(queries_and_keys, rotations)
             stream.add_(F.linear(attention(index, heads), layer.output, layer.output_bias))
             both = F.linear(_rms_norm(stream, layer.mlp_norm, eps), layer.gate_up, layer.gate_up_bias)
-            gated = F.silu(both[:, :inner]).mul_(both[:, inner:])
-            stream.add_(F.linear(gated, layer.down, layer.down_bias))
+            gate, up = both.chunk(2, dim=-1)
+            stream.add_(F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias))
         return stream
 
 
-def _rms_norm(stream: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _rms_norm(stream: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 (Zhang and Sennrich, 2019)."""
     wide = stream.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    return (wide * (length.square_() / wide.shape[-1]).add_(eps).rsqrt_()).to(stream.dtype).mul_(weight)
+    scale = torch.addcmul(eps, length, length, value=1 / wide.shape[-1]).rsqrt_()
+    return (wide * scale).to(stream.dtype).mul_(weight)
 
 
 def _rotate(heads: torch.Tensor, rotations: torch.Tensor) -> None:
     """Turn pairs [tokens, heads, head_dim] by unit complex numbers [tokens, 1, pairs], in place."""
+    pairs = (*heads.shape[:2], -1, 2)
     if heads.dtype == torch.float32:
-        torch.view_as_complex(heads.unflatten(-1, (-1, 2))).mul_(rotations)
+        torch.view_as_complex(heads.view(pairs)).mul_(rotations)
     else:
-        pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
-        heads.copy_(torch.view_as_real(pairs.mul_(rotations)).flatten(-2))
+        turned = torch.view_as_complex(heads.float().view(pairs)).mul_(rotations)
+        heads.copy_(torch.view_as_real(turned).flatten(-2))
 
 
 def _frequencies(architecture: Architecture) -> torch.Tensor:
