@@ -228,13 +228,20 @@ def audit(
 def export(
     name: Name,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; must not exist yet.")],
-    update: Update = None,
+    update: Annotated[
+        int | None,
+        typer.Option("--update", metavar="K", help="A kept checkpoint's update; the last one unless given."),
+    ] = None,
     runs_dir: RunsDir = RUNS,
     db: Database = None,
     debug: Debug = False,
 ) -> int:
     """Write the weights as a transformers folder that from_pretrained loads."""
-    raise NotImplementedError
+    from .export import export as export_run
+    from .places import Place
+
+    print(export_run(Place(name, runs_dir, db), folder, update))
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
