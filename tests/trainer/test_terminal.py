@@ -1,0 +1,122 @@
+"""Driving from a terminal: one signal asks, the exit code tells how it ended, the curve is always drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surefoot.statemachine.errors import RunFailedError
+from surefoot.statemachine.phases import Phase
+from surefoot.trainer.config import load_config
+from surefoot.trainer.driver import Outcome
+from surefoot.trainer.places import Place
+from surefoot.trainer.terminal import drive
+
+from .stories import BASE, Story
+
+
+class StandIn:
+    """A run that ends as it is told to, or once it is asked to stop."""
+
+    ends: Phase | None = Phase.COMPLETED
+    fails = False
+    signals = 0
+    preempted: list[str]
+
+    def __init__(self) -> None:
+        self._asked = asyncio.Event()
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def start(cls, config: Any, **options: Any) -> AsyncIterator[StandIn]:
+        run = cls()
+        cls.preempted = []
+        for row in Story().began().updated().rows:
+            for listener in options["listeners"]:
+                listener(row, row.event(), Story().began().state)
+        for _ in range(cls.signals):
+            os.kill(os.getpid(), signal.SIGTERM)
+        yield run
+
+    async def outcome(self) -> Outcome:
+        if self.fails:
+            raise RunFailedError("prompt 9 failed 3 times")
+        phase = self.ends
+        if phase is None:
+            await self._asked.wait()
+            phase = Phase.PREEMPTED
+        return Outcome(phase, 1, 1, 1, f"is {phase}")
+
+    async def preempt(self, because: str) -> Outcome:
+        self.preempted.append(because)
+        self._asked.set()
+        return await self.outcome()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("surefoot.trainer.run.Run", StandIn)
+    place = Place("a")
+    Story("a").began().updated().save(place)
+    return place
+
+
+def driven(place: Place) -> int:
+    return drive(load_config(BASE), place, take_over=False, accept_divergence=False)
+
+
+@pytest.mark.parametrize(
+    ("phase", "code"), [(Phase.COMPLETED, 0), (Phase.STOPPED, 3), (Phase.FAILED, 1), (Phase.PREEMPTED, 75)]
+)
+def test_the_exit_code_says_how_the_run_ended(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], phase: Phase, code: int
+) -> None:
+    monkeypatch.setattr(StandIn, "ends", phase)
+    assert driven(place) == code
+    out = capsys.readouterr().out
+    assert f"run a is {phase}" in out and "learning curve: runs/a/curve.png" in out
+    assert (place.folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert [line for line in out.splitlines() if line.startswith("update ")]
+
+
+def test_a_signal_asks_the_run_to_stop(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StandIn, "ends", None)
+    monkeypatch.setattr(StandIn, "signals", 1)
+    before = signal.getsignal(signal.SIGTERM)
+    assert driven(place) == 75
+    assert len(StandIn.preempted) == 1
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, os, signal\n"
+        "from surefoot.trainer.terminal import _asked_to_stop\n"
+        "async def whole():\n"
+        "    with _asked_to_stop() as asked:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        await asked.wait()\n"
+        "        print('asked', flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        await asyncio.Event().wait()\n"
+        "asyncio.run(whole())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "asked\n", "")
+
+
+def test_a_run_that_fails_has_its_curve_too(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StandIn, "fails", True)
+    with pytest.raises(RunFailedError):
+        driven(place)
+    assert (place.folder / "curve.png").exists()
