@@ -61,6 +61,7 @@ class Facts:
         self.prompts_needed = 0
         # where it stands
         self.incarnation = 0
+        self.divergence_accepted = False  # by who began this incarnation
         self.workers_ready = False  # those of this incarnation
         self.learner_ready = False  # that of this try
         self.learner_try = 0

@@ -122,6 +122,7 @@ class LivesAudit:
             if key.startswith(FIXED_KEYS):
                 facts.violation("config", seq, f"{key} was changed to {event.config_changes[key][-1:]}")
         facts.incarnation = event.incarnation
+        facts.divergence_accepted = event.accept_divergence
         facts.workers_ready = facts.learner_ready = False
         facts.learner_try = 1
         self.ending = "open"

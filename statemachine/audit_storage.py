@@ -139,7 +139,10 @@ class StorageAudit:
                 f" {self._redo_base}",
             )
         deviates = event.loss_deviation != 0 or event.grad_norm_deviation != 0
-        if event.same_execution and deviates and not event.accepted_divergence:
+        accepted = event.accepted_divergence and facts.divergence_accepted
+        if (event.same_execution and deviates and not accepted) or (
+            event.accepted_divergence and not accepted
+        ):
             facts.violation(
                 "redo",
                 seq,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from surefoot.statemachine.events import (
     CheckpointCommitted,
     CheckpointLost,
     FilesRetired,
     GroupsStored,
+    IncarnationBegan,
     IssueReason,
     UpdatesRedone,
     WorkersReady,
@@ -214,7 +216,9 @@ def test_a_redo_of_another_learner_try_is_found() -> None:
 @pytest.mark.parametrize("changes", [{"loss_deviation": 1e-9}, {"grad_norm_deviation": "nan"}], ids=str)
 def test_a_deviation_on_the_same_execution_is_found_unless_accepted(changes: dict[str, Any]) -> None:
     assert_only(resumed().change(UpdatesRedone, 0, **changes), "redo", "which nobody accepted")
-    assert failures(resumed().change(UpdatesRedone, 0, **changes, accepted_divergence=True)) == {}
+    accepted = resumed().change(UpdatesRedone, 0, **changes, accepted_divergence=True)
+    assert_only(accepted, "redo", "which nobody accepted")
+    assert failures(accepted.change(IncarnationBegan, 1, accept_divergence=True)) == {}
     assert failures(resumed().change(UpdatesRedone, 0, **changes, same_execution=False)) == {}
 
 
