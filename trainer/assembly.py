@@ -1,0 +1,83 @@
+"""The production parts: Ray workers, FSDP ranks, files. The only module that puts real ones together.
+
+Imported when a run really starts, so that no other command pays for Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+from ..rollout.rayworkers import RayRolloutPool
+from ..rollout.store import FsspecGroupStore
+from ..statemachine.events import RunCreated, encode
+from .checkpoints import Checkpoints
+from .config import Config
+from .journal import Blocking, Journal
+from .learner import RayLearner
+from .parts import Parts
+from .places import Place
+from .plan import Prepared
+from .prompts import DataPrompts
+from .raysession import RaySession
+from .weights import initial_weights
+
+SOFTWARE = ("surefoot", "torch", "transformers", "ray", "numpy", "tokenizers", "reasoning-gym")
+"""Packages whose versions can change a number of the run."""
+
+
+@asynccontextmanager
+async def ray_session(config: Config) -> AsyncIterator[RaySession]:
+    """The process's Ray, with room for this run's workers and ranks. Raises ClusterTooSmall, TimedOut."""
+    cluster, rollout, learner = config.cluster, config.rollout, config.learner
+    async with RaySession.acquire(cluster.address, cluster.slots, cluster.start_seconds) as session:
+        await session.check_fits(
+            rollout.workers, learner.ranks, rollout.gpus_per_worker, learner.gpus_per_rank
+        )
+        yield session
+
+
+def first_event(prepared: Prepared) -> RunCreated:
+    """What the run is, as its first event says it."""
+    return RunCreated(
+        config=prepared.config.resolved(),
+        digests=prepared.digests,
+        data_len=len(prepared.data.rows),
+        rows_filtered=prepared.data.filtered,
+        objects=prepared.objects,
+        software={name: found for name in SOFTWARE if (found := _version(name))},
+    )
+
+
+def assemble(
+    place: Place, prepared: Prepared, journal: Journal, session: RaySession, blocking: Blocking
+) -> Parts:
+    """The parts of one driver, none of them started."""
+    config = prepared.config
+    storage = place.storage_url(config)
+    rows = [*prepared.data.rows, *(prepared.eval_data.rows if prepared.eval_data else [])]
+    return Parts(
+        config=config,
+        journal=journal,
+        pool=RayRolloutPool(
+            config,
+            session=session,
+            budget=lambda: encode(journal.state.total),
+            max_prompt_tokens=max(len(row.prompt_ids) for row in rows),
+            reward=prepared.reward if "reward" in prepared.objects else None,
+        ),
+        learner=RayLearner(config, storage, session=session),
+        store=FsspecGroupStore(storage),
+        checkpoints=Checkpoints(storage),
+        prompts=DataPrompts(prepared),
+        initial_weights=lambda: initial_weights(config.model.path),
+        blocking=blocking,
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
