@@ -41,9 +41,9 @@ class RankActor:
         self._rank: Any = None
         self._store: Any = None
 
-    def where(self) -> tuple[str, int]:
-        """The address of this node, and the process id."""
-        return ray.util.get_node_ip_address(), os.getpid()
+    def where(self) -> tuple[str, str, int]:
+        """The address of this node, Ray's id of it, and the process id."""
+        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id(), os.getpid()
 
     def open_store(self, address: str, timeout_seconds: float) -> int:
         """On rank 0: open the meeting place; its port."""
