@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
+import psutil
+
 from ..statemachine.errors import LearnerGone, SurefootError
 
 LAST_WORDS_SECONDS = 5.0  # for the other ranks, once one has failed: the first to fail is rarely the cause
-KILL_SECONDS = 2.0  # for Ray to end an actor, after which its process is killed
-END_SECONDS = 10.0
+END_SECONDS = 10.0  # for killed processes to be gone
+POLL_SECONDS = 0.01
 
 
 class Session(Protocol):
@@ -47,12 +47,18 @@ class Ranks:
         self._try = learner_try
         self._reply_seconds = reply_seconds
         self._actors: list[Any] = []
+        self._processes: list[psutil.Process] = []  # of actors on this machine
         self.places: list[Whereabouts] = []
 
     async def spawn(self, ranks: int, gpus_per_rank: float, deadline: float) -> None:
         """Bring the actors up, and learn where they are. Raises LearnerGone."""
         await self._session.call(self._spawn, ranks, gpus_per_rank)
         self.places = [Whereabouts(*place) for place in await self.ask("where", deadline=deadline)]
+        import ray
+
+        here = ray.get_runtime_context().get_node_id()
+        with contextlib.suppress(psutil.NoSuchProcess):  # the next call to it will say so
+            self._processes = [psutil.Process(place.pid) for place in self.places if place.node == here]
 
     def _spawn(self, ranks: int, gpus_per_rank: float) -> None:
         import ray
@@ -128,18 +134,25 @@ class Ranks:
         actors, self._actors = self._actors, []
         if not actors or not ray.is_initialized():
             return
-        ends = [_reply(actor.where.remote()) for actor in actors]  # answered at the latest by its death
         await self._session.call(_kill, actors)
-        left = (await asyncio.wait(ends, timeout=KILL_SECONDS))[1]
-        if not left:
-            return
-        # A process that is stopped does not hear Ray. One on another machine is left to that one's Ray.
-        here = ray.get_runtime_context().get_node_id()
-        for place, end in zip(self.places, ends, strict=False):
-            if end in left and place.node == here:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(place.pid, signal.SIGKILL)
-        await asyncio.wait(left, timeout=END_SECONDS)
+        # A process that is stopped does not hear Ray. psutil kills none that only has the same number.
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        await asyncio.to_thread(_wait_until_gone, self._processes)
+
+
+def _wait_until_gone(processes: Sequence[psutil.Process]) -> None:
+    deadline = time.monotonic() + END_SECONDS
+    while any(map(_is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _kill(actors: Sequence[Any]) -> None:
