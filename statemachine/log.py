@@ -181,7 +181,11 @@ def chained(
             seq = row.seq - 1
         seq += 1
         if row.seq != seq:
-            raise LogBroken(f"event {seq} is missing: event {row.seq} is in its place", seq=seq)
+            raise LogBroken(
+                f"event {seq} of run {row.run_id!r} is missing: event {row.seq} is in its place",
+                run=row.run_id,
+                seq=seq,
+            )
         expected = row_hash(
             previous_hash, row.run_id, seq, row.type, row.schema, row.payload, row.time, row.incarnation
         )

@@ -5,6 +5,9 @@ It says that it is ready, waits for a line, and plays its role; so several can b
 
 from __future__ import annotations
 
+import os
+import signal
+import sqlite3
 import sys
 
 from surefoot.statemachine.errors import RunExists, RunInUse, WrongSeq
@@ -77,11 +80,32 @@ def write_for_ever(url: str, run_id: str) -> str:
         say(str(number))
 
 
+def die_in_a_spilt_transaction(path: str) -> str:
+    """Write past the log, more than fits in memory, so that unfinished pages reach the file; then die."""
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("PRAGMA cache_size = 5")
+    connection.execute("DROP TRIGGER events_refuse_update")
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute("UPDATE events SET payload = replace(payload, 'x', 'y')")
+    os.kill(os.getpid(), signal.SIGKILL)
+    return ""
+
+
 def say(line: str) -> None:
     print(line, flush=True)
 
 
-ROLES = {role.__name__: role for role in (start, write_own_run, write_shared_run, take_over, write_for_ever)}
+ROLES = {
+    role.__name__: role
+    for role in (
+        start,
+        write_own_run,
+        write_shared_run,
+        take_over,
+        write_for_ever,
+        die_in_a_spilt_transaction,
+    )
+}
 
 if __name__ == "__main__":
     say("ready")

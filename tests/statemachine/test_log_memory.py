@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from surefoot.statemachine.log import EventLog
 from surefoot.statemachine.memorylog import MemoryLog
 

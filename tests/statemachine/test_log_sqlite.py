@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+
 from surefoot.statemachine.errors import LogBroken, LogError, LogUnavailable, RunUnknown, UserMistake
 from surefoot.statemachine.log import EventLog, verify_chain
 from surefoot.statemachine.sqllog import SqlLog, open_log
