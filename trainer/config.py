@@ -12,7 +12,6 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, get_args
 
@@ -72,7 +71,7 @@ def load_config(
         _refuse_unknown(key, tree)
     _absolute_paths(tree, folder, in_file)
     try:
-        config = Config.model_validate(_plain_floats(tree))
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigRefused(_explain(error)) from None
     _refuse_contradictions(config)
@@ -146,8 +145,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"config {path}: cannot be read as UTF-8 text ({error}); name a TOML file"
         ) from None
     try:
-        # Floats stay exact until it is known which of them must be: 0.07 of 100 is 7.
-        return tomllib.loads(text, parse_float=Decimal)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigRefused(f"config {path}: not TOML: {error}; correct that line") from None
 
@@ -170,7 +168,7 @@ def _value(key: str, text: str) -> Any:
     if text.lower() in ("none", "null") and key in _FIELDS and type(None) in _kinds(_FIELDS[key].annotation):
         return None
     try:
-        tree = tomllib.loads(f"value = {text}", parse_float=Decimal)
+        tree = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
     # More than the one key means that the text holds a line of its own: it is no value.
@@ -295,17 +293,6 @@ def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
 
 
-def _plain_floats(value: Any, key: str = "") -> Any:
-    """Decimals back to floats, but where the field is an exact decimal itself."""
-    if isinstance(value, dict):
-        return {name: _plain_floats(inner, f"{key}.{name}".lstrip(".")) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain_floats(inner, key) for inner in value]
-    if isinstance(value, Decimal) and not (key in _FIELDS and Decimal in _kinds(_FIELDS[key].annotation)):
-        return float(value)
-    return value
-
-
 def _default(key: str) -> Any:
     field = _FIELDS.get(key)
     if field is None or field.is_required():
@@ -333,8 +320,6 @@ def _explain(error: ValidationError) -> str:
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, Decimal):
-        return str(value)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

@@ -60,7 +60,6 @@ def prepare(config: Config, rows: Rows | None = None, reward: Callable[..., Any]
             f"{config.model.path}: the tokenizer has {tokenizer.vocab_size} ids and the model's vocabulary "
             f"is {architecture.vocabulary}: they do not belong together; copy both from one model"
         )
-    _refuse_what_cannot_run(config)
     scorer = resolve_reward(
         reward if reward is not None else config.reward.function,
         config.data.source if rows is None else None,
@@ -218,15 +217,6 @@ def shown_steps(optimizer_steps: int, warmup_steps: int) -> list[int]:
 
 def _passed(name: str | None) -> str:
     return "none was passed" if name is None else f"{name} was passed"
-
-
-def _refuse_what_cannot_run(config: Config) -> None:
-    rollout, group_size = config.rollout, config.batch.group_size
-    if rollout.max_concurrent < group_size:
-        raise ConfigRefused(
-            f"rollout.max_concurrent = {rollout.max_concurrent} and batch.group_size = {group_size}: a "
-            "worker decodes a whole group at a time; raise the one or lower the other"
-        )
 
 
 def _refuse_long_rows(config: Config, data: LoadedData) -> None:

@@ -133,11 +133,6 @@ def test_a_sequence_that_no_micro_batch_holds_is_refused(base: dict[str, Any]) -
     assert "12" in message and "11" in message
 
 
-def test_a_group_that_no_worker_holds_is_refused(base: dict[str, Any]) -> None:
-    message = refusal(ConfigRefused, base, "rollout.max_concurrent=4", "batch.group_size=8")
-    assert "rollout.max_concurrent = 4" in message and "batch.group_size = 8" in message
-
-
 def test_a_reward_function_that_is_none_is_refused(base: dict[str, Any]) -> None:
     assert "no_such_module" in refusal(ConfigRefused, base, "reward.function=no_such_module:score")
 
