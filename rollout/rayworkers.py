@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+import psutil
 
 from ..statemachine.errors import ConfigRefused
 from .engineloop import WorkerBroken
@@ -27,7 +27,7 @@ from .protocols import Group, GroupRequest, Published
 from .worker import RolloutWorker, WorkerFacts, WorkerSettings, ignore_sigterm
 
 KILL_SECONDS = 2.0  # for Ray to end an actor, after which its process is killed
-CLOSE_SECONDS = 10.0
+END_SECONDS = 10.0  # for a killed process to be gone
 DETERMINISTIC_GROUPS = 2  # with one worker: the one that is decoded and the next
 
 _encode = msgspec.msgpack.encode
@@ -180,18 +180,20 @@ class RayHandle:
     def __init__(self, session: Session, actor: Any) -> None:
         self._session = session
         self._actor = actor
-        self._facts: WorkerFacts | None = None
+        self._process: psutil.Process | None = None  # once it is ready, and if it is on this machine
         self._live = actor.live.remote()
         self._dead = False
-
-    @property
-    def pid(self) -> int | None:
-        """Of the actor's process, once it is ready."""
-        return self._facts.pid if self._facts else None
+        self.pid: int | None = None  # once it is ready
 
     async def ready(self) -> None:
         """See WorkerHandle."""
-        self._facts = msgspec.msgpack.decode(await _reply(self._actor.ready.remote()), type=WorkerFacts)
+        import ray
+
+        facts = msgspec.msgpack.decode(await _reply(self._actor.ready.remote()), type=WorkerFacts)
+        self.pid = facts.pid
+        if facts.node == ray.get_runtime_context().get_node_id():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._process = psutil.Process(facts.pid)
 
     async def load(self, staged: StagedObject) -> None:
         """See WorkerHandle."""
@@ -225,26 +227,29 @@ class RayHandle:
         import ray
         from ray.exceptions import RayError
 
-        if self._dead or not ray.is_initialized():
-            return
-        with contextlib.suppress(RayError, ValueError):  # it is dead already
-            await self._session.call(ray.kill, self._actor)
-        if await self._ends_within(KILL_SECONDS):
-            return
-        # A process that is stopped does not hear Ray. One on another machine is left to that one's Ray.
-        facts = self._facts
-        if facts is not None and facts.node == ray.get_runtime_context().get_node_id():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(facts.pid, signal.SIGKILL)
-        await self._ends_within(CLOSE_SECONDS)
+        if not self._dead and ray.is_initialized():
+            with contextlib.suppress(RayError, ValueError):  # it is dead already
+                await self._session.call(ray.kill, self._actor)
+            try:
+                async with asyncio.timeout(KILL_SECONDS):
+                    await self.gone()
+            except TimeoutError:
+                # One that is stopped does not hear Ray. On another machine that is for its own Ray to see to.
+                if self._process is not None:
+                    with contextlib.suppress(psutil.Error):
+                        self._process.kill()
+        await self._ended()
 
-    async def _ends_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self.gone()
-        except TimeoutError:
-            return False
-        return True
+    async def _ended(self) -> None:
+        """Wait until the process is no more, which is a moment after Ray says so; bounded."""
+        deadline = asyncio.get_running_loop().time() + END_SECONDS
+        while self._process is not None and asyncio.get_running_loop().time() < deadline:
+            try:
+                if self._process.status() == psutil.STATUS_ZOMBIE or not self._process.is_running():
+                    return
+            except psutil.Error:
+                return
+            await asyncio.sleep(0.01)
 
 
 async def _reply(ref: Any) -> Any:
@@ -285,6 +290,8 @@ def _translated(error: BaseException) -> WorkerGone | WorkRaised:
 
 def _one_line(error: BaseException) -> str:
     """Ray says why an actor died over many lines; the one with the reason, if there is one."""
+    if "connection error code" in str(error):
+        return "its process ended unexpectedly: killed, out of memory, or crashed"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     for line in lines:
         for mark in ("Worker exit detail:", "because "):

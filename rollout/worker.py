@@ -178,16 +178,20 @@ class RolloutWorker:
 
     def _make_engine(self) -> Engine:
         """On the engine's thread, whose number of threads it sets."""
+        from .architecture import Architecture, read_config
+
+        settings = self._settings
+        # First, as it may be refused: torch takes seconds to load.
+        architecture = Architecture.of(read_config(settings.model_path), settings.model_path)
+
         import torch
 
-        from .architecture import Architecture, read_config
         from .tokens import load_tokenizer
         from .torch_engine import TorchEngine
 
-        settings = self._settings
         torch.set_num_threads(settings.threads)
         return TorchEngine(
-            Architecture.of(read_config(settings.model_path), settings.model_path),
+            architecture,
             slots=settings.slots,
             max_tokens=settings.max_tokens,
             stop_ids=load_tokenizer(settings.model_path).stop_ids,

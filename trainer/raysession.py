@@ -233,6 +233,7 @@ class _Host:
             sys.excepthook = excepthook  # Ray puts its own there, and Ray is a guest here
         if not ray.is_initialized():
             self._put_back.enter_context(_quiet())
+            self._put_back.enter_context(_silent())
             if address is None:
                 self._start(slots)
             else:
@@ -404,6 +405,19 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Nothing of Ray's on stdout, where it reports every worker that died: whoever lost one says so."""
+    from ray._private import worker
+
+    before = worker.print_to_stdstream
+    worker.print_to_stdstream = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = before
 
 
 def _forget_token() -> None:
