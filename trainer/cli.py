@@ -253,8 +253,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(arguments, prog_name="surefoot", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except SystemExit:
-        return 0  # typer's answer to a reader of our output that went away: it has read enough
+    except (BrokenPipeError, SystemExit):  # the second is typer's form of the first
+        # Whoever read our output has read enough; what is left unwritten must not be tried again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except BaseException as error:
         if "--debug" in arguments:
             raise

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
+
 from surefoot.rollout.packing import pack_f32, pack_i32
 from surefoot.rollout.protocols import Group, GroupStore, Sample
 from surefoot.statemachine import events as ev

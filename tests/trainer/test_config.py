@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from surefoot.statemachine.errors import ConfigChanged, ConfigRefused
 from surefoot.trainer.config import changed, load_config, option_fields, refuse_changes
 from surefoot.trainer.config_docs import document

@@ -6,6 +6,7 @@ import io
 import re
 
 from rich.console import Console
+
 from surefoot.statemachine.state import RunState
 from surefoot.trainer.display import Display, Progress, clock
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from surefoot.statemachine.errors import ConfigRefused
 from surefoot.trainer.metrics import NAMES, MetricsWriter, metrics_rows
 
