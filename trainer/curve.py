@@ -73,6 +73,7 @@ def draw_curve(rows: Iterable[EventRow], path: str | Path) -> Path:
     """Draw a run's log into `path` (.png, .svg or .pdf) and return it. Raises OSError."""
     # The figure class alone: no pyplot, no display, no state shared with a program that embeds us.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     curve, path = curve_of(rows), Path(path)
     figure = Figure(figsize=(9.0, 6.0), dpi=120, layout="constrained")
@@ -104,6 +105,7 @@ def draw_curve(rows: Iterable[EventRow], path: str | Path) -> Path:
     below.set_ylabel("learning rate")
     below.set_ylim(bottom=0.0)
     below.set_xlabel("update")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
     below.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     below.grid(alpha=0.25)
     path.parent.mkdir(parents=True, exist_ok=True)

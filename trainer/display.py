@@ -96,11 +96,9 @@ class Progress:
         ]
 
 
-def notice_of(event: ev.Event) -> str | None:
+def notice_of(event: ev.Event, state: RunState) -> str | None:
     """One line for an event that someone who watches wants to know of, besides the updates."""
     match event:
-        case ev.IncarnationBegan():
-            return f"incarnation {event.incarnation} began ({event.reason.value})"
         case ev.BudgetResolved():
             return (
                 f"budget committed: {event.updates_total} updates, {event.optimizer_steps_total} optimizer "
@@ -112,7 +110,10 @@ def notice_of(event: ev.Event) -> str | None:
                 f"{event.checkpoint_update}, largest loss deviation {event.loss_deviation}"
             )
         case ev.WorkersReady():
-            return f"ready: {event.workers} rollout workers, {event.ranks} learner ranks"
+            return (
+                f"incarnation {state.incarnation} at update {state.updates}: {event.workers} rollout workers "
+                f"and {event.ranks} learner ranks are ready"
+            )
         case ev.EvaluationDone():
             return (
                 f"policy version {event.policy_version} (update {event.update}): held-out reward "
@@ -153,7 +154,7 @@ class Display:
     def on_event(self, row: EventRow, event: ev.Event, state: RunState) -> None:
         """Show one committed event."""
         self.progress.take(row, event, state)
-        if (notice := notice_of(event)) is not None:
+        if (notice := notice_of(event, state)) is not None:
             self._say(notice)
         elif isinstance(event, ev.UpdateApplied) and self._live is None:
             self._say(line_of(self.progress.figures()))

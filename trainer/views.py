@@ -132,7 +132,7 @@ def row_line(row: EventRow, width: int) -> str:
 
 
 def _brief(value: Any) -> str:
-    if isinstance(value, list) and len(value) > 4:
+    if isinstance(value, list) and (len(value) > 4 or any(isinstance(one, dict) for one in value)):
         return f"[{len(value)}]"
     if isinstance(value, dict):
         return f"{{{len(value)}}}"
@@ -190,7 +190,8 @@ class SampleSource:
         return cls(config, places, trained, frozenset(retired))
 
     def chosen(self, update: int | None, group: int | None) -> list[tuple[int | None, int, int]]:
-        """(update or None, prompt_index, attempt) of what was asked for; by default the last update.
+        """(update or None, prompt_index, attempt) of what was asked for; by default the last update that is
+        still in the store.
 
         Raises UserMistake for an update or a group that is not in the log.
         """
@@ -200,7 +201,7 @@ class SampleSource:
         if group is None:
             if not self.trained:
                 raise UserMistake("no update is in the log yet; name a stored group with --group")
-            update = max(self.trained) if update is None else update
+            update = self._last_stored() if update is None else update
             return [(update, *one) for one in self.trained[update]]
         updates = [update] if update is not None else list(self.trained)
         for number in updates:
@@ -212,6 +213,15 @@ class SampleSource:
             where = f"update {update}" if update is not None else "the store"
             raise UserMistake(f"--group {group}: {where} has no group of that prompt index; name another")
         return [(None, group, max(attempts))]
+
+    def _last_stored(self) -> int:
+        for update in sorted(self.trained, reverse=True):
+            if all(self.places[group][0] not in self.retired for group in self.trained[update]):
+                return update
+        raise UserMistake(
+            "every trained group was deleted once all kept checkpoints covered it; a run with "
+            "groups.keep = 'all' keeps them"
+        )
 
     def read(self, store: GroupStore, prompt_index: int, attempt: int) -> Group:
         """One group. Raises UserMistake if its file was retired, GroupUnusable."""

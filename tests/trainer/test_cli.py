@@ -355,12 +355,21 @@ def test_samples_of_one_update_and_of_one_group(shell: Shell, tmp_path: Path) ->
 
 
 def test_samples_that_were_retired_are_said_to_be(shell: Shell, tmp_path: Path) -> None:
+    from surefoot.statemachine.errors import UserMistake
     from surefoot.trainer.views import SampleSource
 
     story = sampled(tmp_path)
     source = SampleSource.of(story.rows)
-    retired = SampleSource(source.config, source.places, source.trained, frozenset(source.places[0, 1][:1]))
-    from surefoot.statemachine.errors import UserMistake
+    files = {update: source.places[groups[0]][0] for update, groups in source.trained.items()}
+
+    def without(*updates: int) -> SampleSource:
+        gone = frozenset(files[update] for update in updates)
+        return SampleSource(source.config, source.places, source.trained, gone)
+
+    retired = without(1)
+    assert without(2).chosen(None, None)[0][0] == 1  # by default the last one that is there
+    with pytest.raises(UserMistake, match=r"groups\.keep = 'all'"):
+        without(1, 2).chosen(None, None)
 
     with pytest.raises(UserMistake, match=r"groups\.keep = 'all'"):
         retired.read(FsspecGroupStore(tmp_path / "runs/a"), 0, 1)

@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_starts_its_display_where_it_stands() -> None:
         if row.seq > head:
             progress.take(row, event, state)
             assert progress.figures()[0] == ("update", "96/100")
-    assert "reward -" not in shown(story.updated(), after_seq=head)
+    assert "incarnation 2 at update 96" in shown(story.updated(), after_seq=head)
 
 
 def test_rates_are_of_the_last_updates_of_this_incarnation() -> None:
@@ -80,7 +80,7 @@ def test_a_terminal_gets_a_panel_and_no_line_an_update() -> None:
 def test_what_else_happens_is_said_in_a_line() -> None:
     story = Story(sets=["eval.every_updates=1"]).began().evaluated(0.4)
     text = shown(story)
-    assert "incarnation 1 began (new)" in text
+    assert "incarnation 1 at update 0: 1 rollout workers and 1 learner ranks are ready" in text
     assert "budget committed: 4 updates, 4 optimizer steps, 4 publications" in text
     assert "policy version 0 (update 0): held-out reward 0.400 over 8 rows" in text
 
