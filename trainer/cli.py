@@ -26,7 +26,6 @@ app = typer.Typer(
     name="surefoot",
     help="Asynchronous reinforcement-learning post-training, every step in a log.",
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -34,7 +33,7 @@ app = typer.Typer(
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="A TOML file; docs/config.md lists its keys.")
 ]
-MoreSets = Annotated[list[str] | None, typer.Argument(metavar="", hidden=True)]
+MoreSets = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", hidden=True)]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; may be given again.")
 ]

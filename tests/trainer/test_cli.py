@@ -145,6 +145,7 @@ def test_set_on_one_of_two_exclusive_keys_takes_the_others_place(shell: Shell, c
         (["runs", "--db", "sqlite:///absent.db"], ["absent.db"]),
         (["runs", "--db", "mysql://host/db"], ["mysql"]),
         (["nonsense"], ["nonsense"]),
+        ([], ["command"]),
     ],
 )
 def test_a_users_mistake_is_one_line_exit_code_2_and_nothing_changed(
