@@ -8,8 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from surefoot.statemachine.budget import schedule_of
 from surefoot.statemachine.events import (
+    DropReason,
     OptimizerStep,
     UpdateApplied,
     UpdateBegan,
@@ -90,6 +92,17 @@ def test_an_update_with_its_groups_in_another_order_is_found() -> None:
     run = begun().admit().store()
     run.began([(0, 1), (1, 1)]).applied([(1, 1), (0, 1)])
     assert_only(run, "batches", "update 1 was applied with groups [1, 0]", "[0, 1]")
+
+
+def test_an_update_with_another_number_than_began_is_found() -> None:
+    run = begun().admit().store().update().change(UpdateApplied, 0, update=2, staleness_max_updates=1)
+    assert_only(run, "batches", "update 2 was applied with groups [0, 1], update 1 had begun")
+
+
+def test_an_update_after_the_rest_was_dropped_is_found() -> None:
+    run = begun(data_len=3).admit(2).drop(0, 1, reason=DropReason.UNUSED)
+    failed = failures(run.add(UpdateBegan(update=1, groups=[])))
+    assert "update 1 began after what was left had been dropped" in failed["batches"]
 
 
 def test_an_update_that_had_not_begun_is_found() -> None:

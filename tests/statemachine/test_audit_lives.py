@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from surefoot.statemachine.events import (
     BudgetResolved,
     CheckpointCommitted,
@@ -158,6 +159,12 @@ def test_a_budget_that_no_inputs_can_give_is_found() -> None:
     run = Scenario().create()
     run.add(msgspec.structs.replace(run.budget, minibatches=5))
     assert "no budget follows from its inputs" in failures(run)["budget"]
+
+
+def test_a_budget_whose_schedule_is_none_is_found() -> None:
+    run = Scenario().create()
+    run.add(msgspec.structs.replace(run.budget, horizon=12, warmup_steps=13))
+    assert "warmup_steps 13 is not within 0..12" in failures(run)["budget"]
 
 
 # -- incarnations -------------------------------------------------------------------------------------
