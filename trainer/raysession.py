@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import functools
 import logging
@@ -20,6 +21,7 @@ import os
 import queue
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -40,6 +42,17 @@ FREE_WAIT_SECONDS = 10.0  # for what a run before this one is about to give back
 END_SECONDS = 10.0  # for Ray's processes to end by themselves, after which they are killed
 LEAVE_SECONDS = 60.0  # for Ray's own shutdown
 TEMP_PREFIX = "surefoot-ray-"
+FAILURE_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGSEGV,
+    signal.SIGILL,
+    signal.SIGFPE,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGTRAP,
+)
+SIGACTION_ROOM = 512  # more bytes than any platform's struct sigaction has
 SOCKET_PATH_ROOM = 24  # longer roots bring Ray's socket paths near the 107 bytes that they may have
 
 
@@ -271,7 +284,7 @@ class _Host:
         cores = len(os.sched_getaffinity(0))
         self._folder = folder = _Folder()
         try:
-            with _environment(_local_environment()), _loopback():
+            with _environment(_local_environment()), _loopback(), _signals():
                 ray.init(
                     address="local",  # whatever RAY_ADDRESS says
                     num_cpus=slots or max(8, 4 * cores),
@@ -291,7 +304,7 @@ class _Host:
     def _join(self, address: str) -> None:
         import ray
 
-        with _environment({}):
+        with _environment({}), _signals():
             ray.init(address=address, configure_logging=False, log_to_driver=False)
         self._joined = True
 
@@ -393,6 +406,24 @@ def _loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """The host's signal handlers as they were, below Python: Ray's C++ puts one that aborts in their place.
+
+    Python's own table does not show it, and only the main thread may call `signal.signal`; sigaction(2) may
+    be called from any.
+    """
+    sigaction = ctypes.CDLL(None).sigaction
+    saved = {number: ctypes.create_string_buffer(SIGACTION_ROOM) for number in FAILURE_SIGNALS}
+    for number, action in saved.items():
+        sigaction(int(number), None, action)
+    try:
+        yield
+    finally:
+        for number, action in saved.items():
+            sigaction(int(number), action, None)
 
 
 @contextlib.contextmanager

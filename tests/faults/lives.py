@@ -1,0 +1,163 @@
+"""Real lives of a run: the command line as a process group of its own, killed in all the ways there are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from surefoot.statemachine.audit import AuditReport, audit
+from surefoot.statemachine.errors import SurefootError
+from surefoot.statemachine.log import EventRow
+from surefoot.statemachine.state import RunState, fold
+from surefoot.trainer.places import Place
+
+LIFE_SECONDS = 300.0
+LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class RealRun:
+    """One run of the command line: its config, its place."""
+
+    config: Path
+    runs_dir: Path
+    name: str = "small"
+
+    def start(self, *arguments: str, crashpoint: str | None = None) -> Life:
+        """Begin a life: `surefoot train`, in a session of its own."""
+        environment = {key: value for key, value in os.environ.items() if key != "SUREFOOT_CRASHPOINT"}
+        if crashpoint is not None:
+            environment["SUREFOOT_CRASHPOINT"] = crashpoint
+        command = [
+            str(Path(sys.executable).with_name("surefoot")),
+            "train",
+            str(self.config),
+            "--run",
+            self.name,
+            "--runs-dir",
+            str(self.runs_dir),
+            *arguments,
+        ]
+        self.runs_dir.mkdir(parents=True, exist_ok=True)
+        output = (self.runs_dir / f"{self.name}.out").open("a")
+        return Life(
+            self,
+            subprocess.Popen(
+                command,
+                cwd=self.config.parent,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            ),
+        )
+
+    def live(self, *arguments: str, crashpoint: str | None = None) -> int:
+        """A whole life; its exit code (-9: killed itself at the crash point)."""
+        return self.start(*arguments, crashpoint=crashpoint).wait()
+
+    def rows(self) -> list[EventRow]:
+        """The log; empty if there is none yet."""
+        place = Place(self.name, self.runs_dir)
+        if not place.exists():
+            return []
+        try:
+            with place.reading() as log:
+                return list(log.read(self.name))
+        except SurefootError:
+            return []
+
+    def state(self) -> RunState:
+        return fold(self.rows())
+
+    def audit(self) -> AuditReport:
+        return audit(self.rows())
+
+    def output(self) -> str:
+        """What all lives so far have printed."""
+        return (self.runs_dir / f"{self.name}.out").read_text()
+
+    def events(self, kind: str) -> list[Any]:
+        return [row.event() for row in self.rows() if row.type == kind]
+
+    def ledger(self) -> list[Any]:
+        """Groups, learning rates, losses and gradient norms of every update, and the last weights."""
+        updates = [
+            (
+                event.update,
+                [index for index, _ in event.groups],
+                [(s.optimizer_step, s.learning_rate, s.loss, s.grad_norm) for s in event.steps],
+            )
+            for event in self.events("UpdateApplied")
+        ]
+        return [*updates, [event.weights_digest for event in self.events("RunCompleted")]]
+
+
+@dataclass(frozen=True)
+class Life:
+    """One process, and everything below it."""
+
+    run: RealRun
+    process: subprocess.Popen[bytes]
+
+    def wait(self, seconds: float = LIFE_SECONDS) -> int:
+        """The exit code. Raises TimeoutExpired, after ending it."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+    def wait_for(self, kind: str, count: int = 1, seconds: float = LIFE_SECONDS) -> None:
+        """Until the log holds so many events of a type. Raises AssertionError with the output."""
+        deadline = time.monotonic() + seconds
+        while sum(row.type == kind for row in self.run.rows()) < count:
+            ended = self.process.poll() is not None
+            if ended or time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"no {count} {kind} came; it printed:\n{self.run.output()}")
+            self._look_again()
+
+    def _look_again(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(LOOK_SECONDS)
+
+    def below(self) -> list[psutil.Process]:
+        """Every process that this one has started."""
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def actors(self, kind: str) -> list[psutil.Process]:
+        """Ray actors of a class, by the title that Ray gives their processes."""
+        found = []
+        for process in self.below():
+            try:
+                title = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            if title.startswith("ray::") and kind in title:
+                found.append(process)
+        return found
+
+    def kill(self) -> None:
+        """SIGKILL to the whole process group, as a machine's end would."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def gone(processes: list[psutil.Process], seconds: float = 20.0) -> list[psutil.Process]:
+    """Those that are still alive when the time is up."""
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,86 @@
+"""Real kills of real parts: Ray workers, FSDP ranks, SQLite; the log and the weights tell of none of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from .lives import RealRun, gone
+from .small import make_small
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> RealRun:
+    """The run that nobody touched."""
+    folder = tmp_path_factory.mktemp("untouched")
+    run = RealRun(make_small(folder), folder / "runs")
+    assert run.live() == 0, run.output()
+    return run
+
+
+def test_the_untouched_run_is_whole(untouched: RealRun) -> None:
+    state = untouched.state()
+    assert (state.updates, state.optimizer_steps, state.policy_version) == (7, 7, 4)
+    report = untouched.audit()
+    assert report.ok, report.checks
+    kinds = [row.type for row in untouched.rows()]
+    assert kinds.index("BudgetResolved") < kinds.index("WorkersReady")
+
+
+def test_killed_twice_and_resumed_at_once_it_is_the_same_run(untouched: RealRun, tmp_path: Path) -> None:
+    run = RealRun(untouched.config, tmp_path)
+    for updates in (2, 5):
+        life = run.start()
+        life.wait_for("UpdateApplied", updates)
+        life.kill()
+    assert run.live() == 0, run.output()
+    assert run.state().incarnation == 3
+    assert run.audit().ok
+    assert run.ledger() == untouched.ledger()
+
+
+def test_sigterm_leaves_a_checkpoint_no_child_and_code_75(untouched: RealRun, tmp_path: Path) -> None:
+    run = RealRun(untouched.config, tmp_path)
+    life = run.start()
+    life.wait_for("UpdateApplied", 2)
+    below = life.below()
+    os.kill(life.process.pid, signal.SIGTERM)
+    assert life.wait() == 75, run.output()
+    assert gone(below) == []
+    state = run.state()
+    assert state.phase == "Preempted" and state.updates in state.checkpoints
+    assert run.live() == 0, run.output()
+    assert run.ledger() == untouched.ledger()
+    assert run.live() == 0 and "already" in run.output()
+
+
+def test_a_killed_rank_costs_the_learner_group_only(untouched: RealRun, tmp_path: Path) -> None:
+    run = RealRun(untouched.config, tmp_path)
+    life = run.start()
+    life.wait_for("UpdateApplied", 2)
+    (worker,) = life.actors("RolloutWorker")
+    (rank,) = life.actors("RankActor")
+    rank.kill()
+    life.wait_for("LearnerLost")
+    life.wait_for("WorkersReady", 2)
+    assert worker.is_running(), "the rollout worker lives on"
+    assert life.wait() == 0, run.output()
+    assert run.state().incarnation == 1
+    assert run.ledger() == untouched.ledger()
+
+
+def test_a_killed_worker_is_replaced_and_its_groups_made_again(untouched: RealRun, tmp_path: Path) -> None:
+    run = RealRun(untouched.config, tmp_path)
+    life = run.start()
+    life.wait_for("UpdateApplied", 2)
+    (worker,) = life.actors("RolloutWorker")
+    worker.kill()
+    life.wait_for("WorkerReplaced")
+    assert life.wait() == 0, run.output()
+    assert run.audit().ok
+    assert run.ledger() == untouched.ledger()
