@@ -8,6 +8,7 @@ gathered and reduced once.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,9 @@ def load_policy(folder: str | Path, *, activation_checkpointing: bool = False) -
     policy = Policy(model.eval())
     assert {name for name, _ in policy.named_weights()} == set(architecture.parameter_shapes())
     if activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with warnings.catch_warnings():  # its new name is not in every version that we run on
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in policy.layers:
             layer.training = True  # the layer alone: what is in it stays without dropout
     return policy
@@ -140,7 +143,9 @@ def shard_policy(
         for layer in policy.layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
     root = fully_shard(policy, mesh=mesh, mp_policy=precision)
-    # FSDP averages; the loss is divided by the global minibatch's tokens already, so ranks just add up.
-    root.set_gradient_divide_factor(1.0)
-    root.set_force_sum_reduction_for_comms(True)
+    for unit in policy.modules():
+        if isinstance(unit, FSDPModule):
+            # FSDP averages; the loss is divided by the global minibatch's tokens already: ranks add up.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
     return root

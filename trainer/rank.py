@@ -92,14 +92,18 @@ class LearnerRank:
         self._device = torch.device("cuda" if self._learner["gpus_per_rank"] > 0 else "cpu")
         make_deterministic(int(self._learner["threads"]), self._device)
         self._group = RankGroup(place, self._device, store)
-        digests = self._group.gather_texts(self._state.digest())
-        if len(set(digests)) > 1:
-            raise RunFailedError(f"learner ranks folded the log to different states: {digests}")
         self._policy: Policy
         self._root: FSDPModule
         self._optimizer: ScheduledAdamW
-        self._build()
         self._snapshot: tuple[str, Callable[[], None]] | None = None
+        try:
+            digests = self._group.gather_texts(self._state.digest())
+            if len(set(digests)) > 1:
+                raise RunFailedError(f"learner ranks folded the log to different states: {digests}")
+            self._build()
+        except BaseException:
+            self._group.leave()
+            raise
 
     def _build(self) -> None:
         """Model and optimizer as they are before the first update."""
