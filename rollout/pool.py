@@ -263,8 +263,8 @@ class WorkerPool:
     async def close(self) -> None:
         """End every worker; idempotent, bounded."""
         self._closed = True
-        await self._drop_all()
-        await _cancel(*self._background)
+        await _cancel(*self._background)  # whoever works, watches or replaces
+        self._workers.clear()
         await self._source.close()
 
     # -- workers --------------------------------------------------------------------------------------
@@ -295,10 +295,7 @@ class WorkerPool:
         self._answers.put_nowait(WorkerLost(worker=worker.index, because=because))
         for request in worker.held.values():
             self._answers.put_nowait(_failed(worker, request, IssueReason.WORKER_LOST, because))
-        worker.held.clear()
-        for task in worker.tasks.values():
-            if task is not asyncio.current_task():
-                task.cancel()
+        worker.held.clear()  # what it may still return is nobody's any more
         self._in_background(worker.handle.kill())
         self._in_background(self._replace(worker.index))
         self._changed.set()
@@ -360,14 +357,6 @@ class WorkerPool:
             self._failure = error
             self._answers.put_nowait(None)
             self._changed.set()
-
-    async def _drop_all(self) -> None:
-        workers, self._workers = list(self._workers.values()), {}
-        for worker in workers:
-            worker.lost = True
-            worker.held.clear()
-        await _cancel(*(task for worker in workers for task in worker.tasks.values()))
-        await asyncio.gather(*(worker.handle.kill() for worker in workers))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

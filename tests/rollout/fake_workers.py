@@ -48,7 +48,7 @@ class FakeWorker:
         self.work: dict[tuple[int, int], asyncio.Future[Group | None]] = {}
         self.evaluations: list[list[int]] = []
         self.hang_at_load = False
-        self.before_load: Callable[[int], None] = lambda version: None
+        self.before_load: Callable[[int], None] = source.before_load
         self.evaluate_as: Callable[[Sequence[GroupRequest]], list[Group] | None] = _answers
         self._source = source
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -121,6 +121,7 @@ class FakeSource:
     def __init__(self) -> None:
         self.spawned: list[FakeWorker] = []
         self.ready: Callable[[FakeWorker], Any] = self._at_once
+        self.before_load: Callable[[int], None] = lambda version: None
         self.closed = 0
 
     async def _at_once(self, worker: FakeWorker) -> None:

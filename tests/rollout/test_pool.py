@@ -11,11 +11,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+
 from surefoot.rollout.pool import REPLACEMENTS_IN_A_ROW, WorkRaised
 from surefoot.rollout.protocols import Answer, GroupDone, GroupFailed, WorkerLost
 from surefoot.statemachine.errors import ModelRefused, RunFailedError, TimedOut
 from surefoot.statemachine.events import IssueReason
-
 from tests.simulation.virtual import run_virtually
 
 from .fake_workers import (
@@ -228,23 +228,39 @@ async def test_a_worker_that_does_not_answer_in_time_is_killed_and_replaced() ->
 
 
 @virtually
+async def test_a_group_from_a_worker_that_was_given_up_is_not_answered_a_second_time() -> None:
+    source = FakeSource()
+    pool = await ready_pool(source, workers=1)
+    slow = source.spawned[0]
+    pool.submit([request(0)])
+    await settle()
+    slow.hang_at_load = True
+    slow.kill = asyncio.Event().wait  # type: ignore[method-assign,assignment]  # it takes long to die
+    await pool.publish(weights(1))
+    slow.finish(0)
+    await settle()
+    assert [type(answer) for answer in await pool.answers()] == [WorkerLost, GroupFailed]
+    assert pool.free_slots() == 2
+
+
+@virtually
 async def test_a_newer_attempt_ends_the_older_one_which_is_answered_no_more() -> None:
     source = FakeSource()
     pool = await ready_pool(source, workers=1, groups=2)
     (worker,) = source.spawned
     pool.submit([request(0), request(1), request(2)])  # 2 waits
     await settle()
-    late = worker.work[0, 1]
     pool.submit([request(0, attempt=2), request(2, attempt=2)])
     await settle()
     assert worker.aborted == [(0, 1)]
     assert (2, 1) not in worker.work
-    late.cancel()
     for key in ((0, 2), (1, 1), (2, 2)):
         worker.finish(*key)
         await settle()
     keys = [(a.group.prompt_index, a.group.attempt) for a in await pool.answers() if isinstance(a, GroupDone)]
     assert keys == [(0, 2), (1, 1), (2, 2)]
+    await asyncio.sleep(2 * REPLY_SECONDS)
+    assert not worker.killed, "nobody waits for the older attempts"
 
 
 @virtually
@@ -303,6 +319,25 @@ async def test_a_replacement_that_comes_up_clears_the_count() -> None:
         await settle()
         assert await pool.answers() == [WorkerLost(worker=0, because="out of memory")]
         assert pool.free_slots() == 2
+
+
+@virtually
+async def test_a_replacement_that_cannot_load_the_weights_is_ended_and_another_tried() -> None:
+    source = FakeSource()
+    pool = await ready_pool(source, workers=1)
+    left = [True]
+
+    def refuse_once(version: int) -> None:
+        if left:
+            left.pop()
+            raise WorkRaised("weights of another model")
+
+    source.before_load = refuse_once
+    source.spawned[0].die()
+    await settle()
+    assert source.spawned[1].killed
+    assert source.spawned[2].loads == [0]
+    assert pool.free_slots() == 2
 
 
 @virtually
@@ -365,6 +400,14 @@ async def test_an_evaluation_is_spread_over_workers_and_comes_back_in_order() ->
     assert [group.samples[0].text for group in groups] == [str(index) for index in range(10)]
     assert all(worker.evaluations for worker in source.spawned)
     assert max(len(chunk) for worker in source.spawned for chunk in worker.evaluations) == 4
+
+
+@virtually
+async def test_a_small_evaluation_is_shared_out_too() -> None:
+    source = FakeSource()
+    pool = await ready_pool(source, workers=2, samples_per_worker=64)
+    await pool.evaluate([request(index, samples=1) for index in range(4)])
+    assert [worker.evaluations for worker in source.spawned] == [[[0, 1]], [[2, 3]]]
 
 
 @virtually

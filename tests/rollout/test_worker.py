@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+
 from surefoot.rollout.engineloop import WorkerBroken
 from surefoot.rollout.packing import unpack_f32, unpack_i32
 from surefoot.rollout.protocols import Group, GroupRequest
 from surefoot.rollout.worker import ABORTED, RolloutWorker
 from surefoot.statemachine.errors import ConfigRefused, LogBroken, ModelRefused, RewardFailed, RunFailedError
 from surefoot.statemachine.events import encode
-
 from tests.statemachine.budgets import budget
 
 from .tiny_decoders import logprobs_by_transformers
@@ -175,9 +175,10 @@ async def test_an_evaluation_comes_in_order_and_greedy_is_the_likeliest_token(fo
 async def test_an_evaluation_that_failed_can_be_asked_for_again_at_once(folder: Path) -> None:
     worker = await worker_at(folder, reward="tests.rollout.worker_parts:raising_reward")
     requests = [ask(index, samples=1) for index in range(12)]
+    requests.append(ask(12, admission_version=7))  # would be waited for in vain
     for _ in range(2):
         with pytest.raises(RewardFailed):
-            await evaluated(worker, requests)
+            await asyncio.wait_for(evaluated(worker, requests), 30)
 
 
 async def test_an_aborted_group_says_so_and_its_next_attempt_is_generated(folder: Path) -> None:

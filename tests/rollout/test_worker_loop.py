@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from surefoot.rollout.engine import FinishedSample, GroupTask
 from surefoot.rollout.engineloop import Aborted, EngineLoop, WorkerBroken
 from surefoot.statemachine.errors import ModelRefused, RunFailedError

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from transformers import PreTrainedModel
+
 from surefoot.rollout.payload import RawTensor, digest_of, pack
 from surefoot.rollout.protocols import GroupRequest, Published, Row
 from surefoot.rollout.worker import WorkerSettings
 from surefoot.statemachine.events import encode
-from transformers import PreTrainedModel
-
 from tests.statemachine.budgets import budget
 
 from .tiny_decoders import tensors_of, tiny_model

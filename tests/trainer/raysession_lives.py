@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 from surefoot.statemachine.errors import ClusterTooSmall, ConfigRefused
 from surefoot.trainer.raysession import RaySession
 
