@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+
 from surefoot.statemachine.budget import batch_size_of, is_publication, minibatch_sizes, schedule_of
 from surefoot.statemachine.events import (
     BudgetResolved,

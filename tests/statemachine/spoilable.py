@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import msgspec
+
 from surefoot.statemachine.events import CheckpointCommitted, Event, type_of
 from surefoot.statemachine.log import GENESIS_HASH, EventRow, build_rows
 

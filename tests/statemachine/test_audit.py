@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from surefoot.statemachine import audit as audit_module
 from surefoot.statemachine.audit import audit
 from surefoot.statemachine.audit_findings import CHECKS

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from surefoot.statemachine.events import (
     AnswerRefused,
     AttemptFailed,

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from surefoot.statemachine.events import EvaluationDone, WeightsPublished, WeightsRemade
 
 from .audits import assert_only, failures

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+
 from surefoot.statemachine.budget import (
     BudgetInputs,
     batch_size_of,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from surefoot.statemachine.budget import is_publication, schedule_of
 from surefoot.statemachine.errors import BudgetRefused
 from surefoot.statemachine.events import BudgetResolved

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from surefoot.statemachine.schedule import (
     SCHEDULE_KINDS,
     ScheduleSpec,
