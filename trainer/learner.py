@@ -24,7 +24,7 @@ from ..statemachine.log import EventRow
 from .checkpoints import Checkpoints, Manifest, ManifestFile, ServedVersion
 from .config import Config
 from .protocols import LearnerReady, SavedCheckpoint, UpdateResult
-from .ranks import Ranks, Session
+from .ranks import Ranks, Session, Whereabouts
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -50,6 +50,11 @@ class RayLearner:
         self._checkpoints = Checkpoints(storage)
         self._up: Ranks | None = None
         self._under_way: _UnderWay | None = None
+
+    @property
+    def places(self) -> list[Whereabouts]:
+        """Where the ranks run, by rank."""
+        return list(self._up.places) if self._up is not None else []
 
     @property
     def _ranks(self) -> Ranks:

@@ -66,14 +66,14 @@ class Ranks:
         from .rankactor import FILES, RankActor
 
         # Without a name: a dead driver's actors stand in nobody's way.
-        make: Any = ray.remote(RankActor)
-        make = make.options(
+        remote: Any = ray.remote
+        make = remote(
             num_cpus=1,
             num_gpus=gpus_per_rank or None,
             max_restarts=0,
             max_task_retries=0,
             concurrency_groups={FILES: 1},
-        )
+        )(RankActor)
         for _ in range(ranks):
             self._actors.append(make.remote())  # kept at once: whoever asked may be cancelled meanwhile
 
