@@ -196,7 +196,10 @@ class WorkerPool:
         self._dispatch()
 
     async def answers(self) -> list[Answer]:
-        """At least one answer; all that are there. Raises RunFailedError once the pool has failed."""
+        """All that are there, waiting for one; none: a replaced worker's slots have come free.
+
+        Raises RunFailedError once the pool has failed.
+        """
         if self._failure is not None:
             raise self._failure
         found = [await self._answers.get()]
@@ -322,6 +325,7 @@ class WorkerPool:
         self._failures_in_a_row = 0
         self._seat(worker)
         self._dispatch()
+        self._answers.put_nowait(None)  # its slots are free, and nobody else would say so
 
     async def _bring_up_loaded(self, index: int) -> _Worker:
         worker = await self._bring_up(index)

@@ -108,11 +108,11 @@ class RolloutPool(Protocol):
         ...
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Hand requests to workers. Never blocks. A newer attempt of a group ends the work on an older one."""
+        """Hand requests to workers; never blocks. A newer attempt of a group ends the work on an older one."""
         ...
 
     async def answers(self) -> list[Answer]:
-        """At least one answer; all that are there."""
+        """All that are there, waiting for one; an empty list says that slots have come free without one."""
         ...
 
     async def publish(self, weights: Published) -> None:

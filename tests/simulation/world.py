@@ -179,7 +179,9 @@ class StandInPool:
         self.loaded: list[tuple[int, str]] = []
         self.started_at_version: dict[tuple[int, int], int] = {}
         self.submitted: list[GroupRequest] = []
-        self._queue: asyncio.Queue[Answer] = asyncio.Queue()
+        self._queue: asyncio.Queue[Answer | None] = asyncio.Queue()
+        self._slots_lost = 0  # of workers that are being replaced
+        self._replacing: set[asyncio.Task[None]] = set()
         self._under_way: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._loaded = asyncio.Event()
 
@@ -190,7 +192,15 @@ class StandInPool:
     def free_slots(self) -> int:
         config = self.world.config
         slots = config.rollout.workers * max(1, config.rollout.max_concurrent // config.batch.group_size)
-        return 0 if self.weights is None else slots - len(self._under_way)
+        free = slots - len(self._under_way) - self._slots_lost
+        return 0 if self.weights is None else max(0, free)
+
+    async def _replace(self, slots: int) -> None:
+        """A worker's slots are gone until another has taken its place."""
+        self._slots_lost += slots
+        await asyncio.sleep(self.world.random.uniform(0.1, 10.0))
+        self._slots_lost -= slots
+        self._queue.put_nowait(None)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         for request in requests:
@@ -212,6 +222,9 @@ class StandInPool:
         del self._under_way[key]
         if draw.random() < faults.worker_dies:
             self._queue.put_nowait(WorkerLost(worker=0, because="killed"))
+            config = world.config
+            slots = max(1, config.rollout.max_concurrent // config.batch.group_size)
+            self._replacing.add(asyncio.ensure_future(self._replace(slots)))
             self._fail(request, IssueReason.WORKER_LOST, "its worker died")
         elif request.prompt_index in faults.raises_on or draw.random() < faults.work_raises:
             self._fail(request, IssueReason.FAILED, f"the reward raised on prompt {request.prompt_index}")
@@ -236,7 +249,7 @@ class StandInPool:
         answers = [await self._queue.get()]
         while not self._queue.empty():
             answers.append(self._queue.get_nowait())
-        return answers
+        return [answer for answer in answers if answer is not None]
 
     async def publish(self, weights: Published) -> None:
         await asyncio.sleep(0.05)
@@ -251,7 +264,7 @@ class StandInPool:
         return [make_group(self.world, request, self.weights) for request in requests]
 
     async def close(self) -> None:
-        for task in self._under_way.values():
+        for task in [*self._under_way.values(), *self._replacing]:
             task.cancel()
 
 
