@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -83,11 +83,11 @@ async def whole_life() -> dict[str, Any]:
         processes = psutil.Process().children(recursive=True)
         seen["names_while_up"] = living(processes)
         seen["listening"] = listening(processes)
-        seen["folders_while_up"] = _folders()
+        seen["folders_while_up"] = _folders(processes)
     seen["up_after_last_left"] = ray.is_initialized()
     seen["living_after"] = living(processes)
     seen["children_after"] = living(psutil.Process().children(recursive=True))
-    seen["folders_after"] = sorted(set(seen["folders_while_up"]) & set(_folders()))
+    seen["folders_after"] = _existing(seen["folders_while_up"])
     seen["environment_after"] = environment == dict(os.environ)
     await asyncio.to_thread(_join_thread)
     seen["threads_after"] = [t.name for t in threading.enumerate() if t.name == "surefoot-ray"]
@@ -99,8 +99,17 @@ async def _enter(address: str) -> None:
         pass
 
 
-def _folders() -> list[str]:
-    return [str(path) for path in Path("/tmp").glob("surefoot-ray-*") if path.stat().st_uid == os.getuid()]
+def _folders(processes: list[psutil.Process]) -> list[str]:
+    """The folders that Ray's processes were started with."""
+    said = ""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            said += " ".join([*process.cmdline(), ""])
+    return sorted(set(re.findall(r"/\S*surefoot-ray-[^/ ]+", said)))
+
+
+def _existing(folders: list[str]) -> list[str]:
+    return [folder for folder in folders if Path(folder).exists()]
 
 
 def _join_thread() -> None:
