@@ -230,13 +230,14 @@ class SqlLog:
         while left is None or left > 0:
             size = _PAGE_ROWS if left is None else min(_PAGE_ROWS, left)
             rows = self._page(run_id, after_seq, size)
-            for row in rows:
-                after_seq += 1
-                if row.seq != after_seq:
-                    raise _missing(run_id, after_seq)
-                if after_seq == head.head_seq and row.hash != head.head_hash:
-                    raise _not_the_head(run_id, after_seq)
-                yield row
+            end = after_seq + len(rows)
+            if rows and rows[-1].seq != end:  # they come in order, and no seq comes twice
+                present = (row.seq for row in rows)
+                raise _missing(run_id, next(n for n, seq in enumerate(present, after_seq + 1) if n != seq))
+            if after_seq < head.head_seq <= end and rows[head.head_seq - end - 1].hash != head.head_hash:
+                raise _not_the_head(run_id, head.head_seq)
+            yield from rows
+            after_seq = end
             if len(rows) < size:
                 if after_seq < head.head_seq:
                     raise _missing(run_id, after_seq + 1)

@@ -49,7 +49,6 @@ class Server:
         self._server.ensure_postgres_running()
 
     def close(self) -> None:
-        self.stop()
         self._server.cleanup()
 
 

@@ -140,6 +140,15 @@ class LogContract:
         assert refused.value.facts == {"run": "a", "expected": 7, "found": 3}
         assert texts(list(log.read("a"))) == ["first"]
 
+    def test_an_incarnation_that_nobody_has_begun_is_refused(self, log: EventLog) -> None:
+        head = log.create("a", FIRST, HERE)
+        log.append("a", 2, 1, rows := rows_after(head, note("right")))
+        ahead = msgspec.structs.replace(head, head_seq=3, head_hash=rows[-1].hash, incarnation=7)
+        with pytest.raises(FencedOut) as refused:
+            log.append("a", 3, 7, rows_after(ahead, note("wrong")))
+        assert refused.value.facts == {"run": "a", "mine": 7, "current": 1}
+        assert texts(list(log.read("a"))) == ["right"]
+
     def test_rows_that_do_not_go_on_from_the_head_are_refused(self, log: EventLog) -> None:
         head = log.create("a", FIRST, HERE)
         astray = msgspec.structs.replace(head, head_hash=GENESIS_HASH)
