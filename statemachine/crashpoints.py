@@ -1,15 +1,16 @@
 """Named places where a process can be made to die, inert unless armed.
 
-`SUREFOOT_CRASHPOINT=name[:n]` arms one: the n-th time (default the first) that the process reaches the
-place, it kills itself with SIGKILL, as an out-of-memory killer would. Every place is listed in
-`CRASHPOINTS`; reaching one that is not raises, so the list is the whole truth.
+`SUREFOOT_CRASHPOINT=name[:n[:stop]]` arms one: the n-th time (default the first) that the process reaches the
+place, it kills itself with SIGKILL, as an out-of-memory killer would; with `stop` it stops itself with
+SIGSTOP, so that a test can kill another process while this one stands there. Several are separated by commas.
+Every place is listed in `CRASHPOINTS`; reaching one that is not raises, so the list is the whole truth.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 CRASHPOINTS: dict[str, str] = {
@@ -48,16 +49,16 @@ CRASHPOINTS: dict[str, str] = {
     "migrate.after": "the database is migrated, the run is not created",
 }
 
-_armed: list[tuple[str, int]] = []
+_armed: dict[tuple[str, int], signal.Signals] = {}
 _watchers: list[Callable[[str], None]] = []
 
 
 def _read_environment() -> None:
     for part in filter(None, os.environ.get("SUREFOOT_CRASHPOINT", "").split(",")):
-        name, _, nth = part.partition(":")
+        name, nth, how = (*part.split(":"), "", "")[:3]
         if name not in CRASHPOINTS:
             raise ValueError(f"SUREFOOT_CRASHPOINT names {name!r}, which is no crash point")
-        _armed.append((name, int(nth or 1)))
+        _armed[name, int(nth or 1)] = signal.SIGSTOP if how == "stop" else signal.SIGKILL
 
 
 _read_environment()
@@ -73,11 +74,11 @@ def crashpoint(name: str) -> None:
         return
     _reached[name] = _reached.get(name, 0) + 1
     if (name, _reached[name]) in _armed:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), _armed[name, _reached[name]])
 
 
 @contextmanager
-def watched(watcher: Callable[[str], None]) -> Iterator[None]:
+def watched(watcher: Callable[[str], None]) -> Generator[None]:
     """Call `watcher` at every place that is reached: a simulator dies by raising from it."""
     _watchers.append(watcher)
     try:

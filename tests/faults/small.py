@@ -49,6 +49,10 @@ max_staleness = {bound}
 [checkpoint]
 every_updates = 3
 keep = 1
+[eval]
+every_updates = 3
+size = 2
+source = "held_out.jsonl"
 [optim]
 lr = 1e-2
 [cluster]
@@ -71,6 +75,8 @@ def make_small(
     make_model(folder / "model")
     lines = [{"prompt": f"{LETTERS[i % 26]}{LETTERS[(7 * i) % 26]} =", "answer": "a"} for i in range(rows)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    held_out = [{"prompt": f"{letter}{letter} =", "answer": "a"} for letter in "xyz"]
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held_out))
     (folder / "small_reward.py").write_text(REWARD)
     config = folder / "small.toml"
     text = CONFIG.format(deterministic=str(deterministic).lower(), bound=bound, workers=workers, ranks=ranks)
