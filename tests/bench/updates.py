@@ -1,0 +1,108 @@
+"""Seconds per update against a bare loop doing the same work, and the log's share of them.
+
+Owns nothing. The product runs with one rollout worker and one learner rank of one thread each, the bare loop
+with two threads: two cores each. All one after the other; the bare loop before and after, its mean counts.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+from .figures import Bench, Figure
+from .workload import write_config
+
+TOO_SLOW_SECONDS = 600.0
+LAST = 2  # updates at the end, next to which nothing is generated any more
+
+
+def measure(bench: Bench) -> list[Figure]:
+    """Three figures: asynchronous, bound 0, the log's share."""
+    updates, skip = (14, 4) if bench.quick else (42, 5)
+    bare = {"model": str(bench.model), "threads": 2, "updates": updates, "skip": skip}
+    bench.say(f"bare loop, {updates} updates")
+    before = bench.ask_child("bareloop", bare)
+    runs = {}
+    for bound, name in ((1, "asynchronous"), (0, "bound 0")):
+        bench.say(f"{name} run, {updates} updates")
+        runs[bound] = _timeline(bench, updates, bound, skip)
+    bench.say("bare loop again")
+    after = bench.ask_child("bareloop", bare)
+    seconds = {part: (before[part] + after[part]) / 2 for part in before}
+    base = {"bare_seconds": seconds, "bare_before": before["all"], "bare_after": after["all"]}
+    return [
+        Figure(
+            "update_asynchronous",
+            runs[1]["seconds_per_update"] / seconds["all"],
+            at_most=1.2,
+            says="seconds per update, max_staleness 1 / bare one-process loop",
+            details=base | runs[1],
+        ),
+        Figure(
+            "update_bound_0",
+            runs[0]["seconds_per_update"] / seconds["all"],
+            at_most=1.5,
+            says="seconds per update, max_staleness 0 / bare one-process loop",
+            details=base | runs[0],
+        ),
+        Figure(
+            "log_share",
+            runs[1]["log_share"],
+            at_most=0.01,
+            says="seconds in the log's appends / seconds of the asynchronous run",
+            details={name: value for name, value in runs[1].items() if name.startswith("log_")},
+        ),
+    ]
+
+
+def _timeline(bench: Bench, updates: int, bound: int, skip: int) -> dict[str, Any]:
+    """One run from its lines: what its steady state looks like."""
+    folder = bench.folder / f"bound{bound}"
+    config = write_config(folder, bench.model, updates=updates, bound=bound)
+    process = bench.child("drive", {"config": str(config), "runs_dir": str(folder / "runs")})
+    out, err = process.communicate(timeout=TOO_SLOW_SECONDS)
+    if process.returncode != 0:
+        raise RuntimeError(f"the run ended with {process.returncode}:\n{err[-4000:]}")
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith('{"what"')]
+    (folder / "timeline.jsonl").write_text(out)
+    return steady_state(lines, skip)
+
+
+def steady_state(lines: list[dict[str, Any]], skip: int) -> dict[str, Any]:
+    """Figures between the update `skip` and the last few."""
+    applied = [line for line in lines if line.get("type") == "UpdateApplied"]
+    first, last = applied[skip - 1], applied[-1 - LAST]
+    updates = last["update"] - first["update"]
+    wall = last["at"] - first["at"]
+    inside = [line for line in lines if first["at"] < line["at"] <= last["at"]]
+    events = [line for line in inside if line["what"] == "event"]
+    within = [line["seconds"] for line in applied[skip:-LAST]]
+    whole = lines[-1]["at"] - lines[0]["at"]
+    appended = applied[-1]
+    processors = {
+        kind: (last["processors"][kind] - first["processors"].get(kind, 0.0)) / updates
+        for kind in last["processors"]
+    }
+    return {
+        "seconds_per_update": wall / updates,
+        "updates": updates,
+        "median_seconds": {
+            part: statistics.median(seconds[part] for seconds in within) for part in within[0]
+        },
+        "learner_calls_per_update": {
+            name: sum(line["seconds"] for line in inside if line["what"] == name) / updates
+            for name in sorted({line["what"] for line in inside if line["what"].startswith("learner.")})
+        },
+        "processor_seconds_per_update": processors,
+        "events_per_update": len(events) / updates,
+        "stores_per_update": sum(line["type"] == "GroupsStored" for line in events) / updates,
+        "start_seconds": applied[0]["at"] - lines[0]["at"],
+        "log_share": (last["appending"] - first["appending"]) / wall,
+        "log_share_of_whole_run": appended["appending"] / whole,
+        "log_share_in_its_thread": (last["in_thread"] - first["in_thread"]) / wall,
+        "log_appends_per_update": (last["appends"] - first["appends"]) / updates,
+        "log_milliseconds_per_append": 1e3
+        * (last["in_thread"] - first["in_thread"])
+        / max(1, last["appends"] - first["appends"]),
+    }
