@@ -22,7 +22,8 @@ import psutil
 
 from ..statemachine.errors import ConfigRefused
 from .engineloop import WorkerBroken
-from .pool import WorkerGone, WorkerPool, WorkRaised
+from .handles import WorkerGone, WorkRaised
+from .pool import WorkerPool
 from .protocols import Group, GroupRequest, Published
 from .worker import RolloutWorker, WorkerFacts, WorkerSettings, ignore_sigterm
 

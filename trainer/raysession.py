@@ -13,47 +13,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import fcntl
 import functools
-import logging
 import os
 import queue
-import secrets
-import shutil
-import signal
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
 from ..statemachine.errors import ClusterTooSmall, ConfigRefused, TimedOut
+from .rayhost import (
+    Folder,
+    end,
+    environment,
+    forget_token,
+    kill,
+    local_environment,
+    loopback,
+    processes_naming,
+    quiet,
+    signals,
+    silent,
+)
 
 T = TypeVar("T")
 
 OBJECT_STORE_BYTES = 400 * 1024 * 1024  # shared memory, taken as it fills; Ray spills to disk beyond it
 FREE_WAIT_SECONDS = 10.0  # for what a run before this one is about to give back
-END_SECONDS = 10.0  # for Ray's processes to end by themselves, after which they are killed
 LEAVE_SECONDS = 60.0  # for Ray's own shutdown
-TEMP_PREFIX = "surefoot-ray-"
-FAILURE_SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGSEGV,
-    signal.SIGILL,
-    signal.SIGFPE,
-    signal.SIGABRT,
-    signal.SIGBUS,
-    signal.SIGTRAP,
-)
-SIGACTION_ROOM = 512  # more bytes than any platform's struct sigaction has
-SOCKET_PATH_ROOM = 24  # longer roots bring Ray's socket paths near the 107 bytes that they may have
 
 
 class RaySession:
@@ -186,7 +176,7 @@ class _Host:
         self._up = False  # entered, by whatever way
         self._joined = False
         self._abandoned = False
-        self._folder: _Folder | None = None
+        self._folder: Folder | None = None
         self._put_back = contextlib.ExitStack()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="surefoot-ray", daemon=True).start()
@@ -224,7 +214,7 @@ class _Host:
             if _Host.current is self:
                 _Host.current = None
         self._jobs.put(None)
-        _kill(self._processes())
+        kill(self._processes())
         if self._folder is not None:
             self._folder.remove()
 
@@ -240,13 +230,13 @@ class _Host:
             return
         imported_before = "ray" in sys.modules
         excepthook = sys.excepthook
-        with _environment({}):
+        with environment({}):
             import ray
         if not imported_before:
             sys.excepthook = excepthook  # Ray puts its own there, and Ray is a guest here
         if not ray.is_initialized():
-            self._put_back.enter_context(_quiet())
-            self._put_back.enter_context(_silent())
+            self._put_back.enter_context(quiet())
+            self._put_back.enter_context(silent())
             if address is None:
                 self._start(slots)
             else:
@@ -282,9 +272,9 @@ class _Host:
         import ray
 
         cores = len(os.sched_getaffinity(0))
-        self._folder = folder = _Folder()
+        self._folder = folder = Folder()
         try:
-            with _environment(_local_environment()), _loopback(), _signals():
+            with environment(local_environment()), loopback(), signals():
                 ray.init(
                     address="local",  # whatever RAY_ADDRESS says
                     num_cpus=slots or max(8, 4 * cores),
@@ -304,7 +294,7 @@ class _Host:
     def _join(self, address: str) -> None:
         import ray
 
-        with _environment({}), _signals():
+        with environment({}), signals():
             ray.init(address=address, configure_logging=False, log_to_driver=False)
         self._joined = True
 
@@ -327,157 +317,12 @@ class _Host:
         try:
             ray.shutdown(wait_for_processes=True)
         finally:
-            _end(processes)
-            _forget_token()
+            end(processes)
+            forget_token()
             if self._folder is not None:
                 self._folder.remove()
                 self._folder = None
 
     def _processes(self) -> list[psutil.Process]:
-        """Every process of the Ray that was started here: children that name its folder, and theirs."""
-        if self._folder is None:
-            return []
-        mark = str(self._folder.path)
-        found: list[psutil.Process] = []
-        for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
-                if any(mark in argument for argument in child.cmdline()):
-                    found += [child, *child.children(recursive=True)]
-        return found
-
-
-class _Folder:
-    """A short-named folder for Ray's sockets and logs, locked while this process lives.
-
-    What earlier processes left behind, when they were killed, is swept: the lock went with them.
-    """
-
-    def __init__(self) -> None:
-        root = tempfile.gettempdir()
-        if len(root) > SOCKET_PATH_ROOM and os.access("/tmp", os.W_OK):
-            root = "/tmp"
-        for old in Path(root).glob(f"{TEMP_PREFIX}*"):
-            with contextlib.suppress(OSError), (old / "lock").open("r+b") as held:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(old, ignore_errors=True)
-        self.path = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=root))  # for this user alone
-        self._held = (self.path / "lock").open("w+b")
-        fcntl.flock(self._held, fcntl.LOCK_EX)
-
-    def remove(self) -> None:
-        self._held.close()
-        shutil.rmtree(self.path, ignore_errors=True)
-
-
-def _local_environment() -> dict[str, str]:
-    """What the daemons of a local Ray need to find in their environment."""
-    return {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps every socket on the loopback address
-        "RAY_AUTH_TOKEN": secrets.token_hex(16),  # else Ray writes one into the home folder
-    }
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set what the host has not set, for child processes to inherit; put back all of Ray's afterwards."""
-    before = {key: value for key, value in os.environ.items() if _of_ray(key)}
-    os.environ.update({key: value for key, value in variables.items() if key not in before})
-    try:
-        yield
-    finally:
-        for key in [key for key in os.environ if _of_ray(key) and key not in before]:
-            del os.environ[key]
-        os.environ.update(before)
-
-
-def _of_ray(variable: str) -> bool:
-    return variable.startswith("RAY_") or variable == "PYTHONBREAKPOINT"
-
-
-@contextlib.contextmanager
-def _loopback() -> Iterator[None]:
-    """What RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 does, where Ray was imported before it was set."""
-    from ray._private import ray_constants
-
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    """The host's signal handlers as they were, below Python: Ray's C++ puts one that aborts in their place.
-
-    Python's own table does not show it, and only the main thread may call `signal.signal`; sigaction(2) may
-    be called from any.
-    """
-    sigaction = ctypes.CDLL(None).sigaction
-    saved = {number: ctypes.create_string_buffer(SIGACTION_ROOM) for number in FAILURE_SIGNALS}
-    for number, action in saved.items():
-        sigaction(int(number), None, action)
-    try:
-        yield
-    finally:
-        for number, action in saved.items():
-            sigaction(int(number), action, None)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No log lines of Ray below an error."""
-    logger = logging.getLogger("ray")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Nothing of Ray's on stdout, where it reports every worker that died: whoever lost one says so."""
-    from ray._private import worker
-
-    before = worker.print_to_stdstream
-    worker.print_to_stdstream = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        worker.print_to_stdstream = before
-
-
-def _forget_token() -> None:
-    """Unlearn the token of the Ray that has ended, or the process could join no other one."""
-    from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
-
-    AuthenticationTokenLoader.instance().reset_cache()
-    Config.initialize("")
-
-
-def _end(processes: list[psutil.Process]) -> None:
-    """Wait for processes to end; kill those that have not."""
-    deadline = time.monotonic() + END_SECONDS
-    while any(map(_lives, processes)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    _kill(processes)
-    while any(map(_lives, processes)) and time.monotonic() < deadline + END_SECONDS:
-        time.sleep(0.02)
-
-
-def _kill(processes: list[psutil.Process]) -> None:
-    for process in filter(_lives, processes):
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-
-
-def _lives(process: psutil.Process) -> bool:
-    # An orphan stays a zombie until whoever inherits it looks: it has ended all the same.
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+        """Every process of the Ray that was started here."""
+        return processes_naming(str(self._folder.path)) if self._folder is not None else []

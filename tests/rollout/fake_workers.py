@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from surefoot.rollout.pool import WorkerGone, WorkerPool, WorkRaised
+from surefoot.rollout.handles import WorkerGone, WorkRaised
+from surefoot.rollout.pool import WorkerPool
 from surefoot.rollout.protocols import Group, GroupRequest, Published, Row
 
 from .groups import a_group, a_sample

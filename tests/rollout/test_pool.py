@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from surefoot.rollout.pool import REPLACEMENTS_IN_A_ROW, WorkRaised
+from surefoot.rollout.handles import WorkRaised
+from surefoot.rollout.pool import REPLACEMENTS_IN_A_ROW
 from surefoot.rollout.protocols import Answer, GroupDone, GroupFailed, WorkerLost
 from surefoot.statemachine.errors import ModelRefused, RunFailedError, TimedOut
 from surefoot.statemachine.events import IssueReason
