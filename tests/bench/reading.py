@@ -1,8 +1,8 @@
 """Events read back: from SQLite, chain-checked, decoded and folded a second, and audited a second.
 
-The log is a run of the quickstart's shape, made by the tests' scenario: groups of eight samples, each in
-a file of its own, an update of eight groups, a publication, a checkpoint every ten. It is read in a process of its own
-(`python -m tests.bench.reading`), whose peak memory is thereby the reader's.
+The log is that of a valid run, made by the tests' scenario: groups of eight samples, each in a file of its
+own, an update of eight groups, a publication after each, a checkpoint every ten. It is read in a process of
+its own (`python -m tests.bench.reading`), whose peak memory is thereby the reader's.
 """
 
 from __future__ import annotations

@@ -41,9 +41,7 @@ def measure(bench: Bench) -> list[Figure]:
     redone = [line for line in second if line["what"] == "learner.update" and line["update"] <= _last(first)]
     redo_seconds = redone[-1]["at"] - redone[0]["began"]
     # Everything that each costs: reading the groups and the learner's work. The first one warms torch up.
-    again = {
-        late["update"]: late["at"] - early["at"] for early, late in zip(redone, redone[1:], strict=False)
-    }
+    again = {late["update"]: late["at"] - early["at"] for early, late in itertools.pairwise(redone)}
     once = {line["update"]: sum(line["seconds"][part] for part in ("read", "update"))
             for line in first if line.get("type") == "UpdateApplied"}  # fmt: skip
     both = [update for update in again if update in once]

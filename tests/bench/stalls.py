@@ -1,9 +1,9 @@
 """How long a checkpoint holds the learner up, against a blocking save of the same state.
 
 One learner rank in a process of its own (`python -m tests.bench.stalls`), with the state of a model that is
-large enough for a checkpoint to be worth measuring. The stall is the rank's `begin_save`, which is what the driver waits for
-before it goes on; the blocking save is torch.distributed.checkpoint's, of the same tensors to the same disk,
-with its files made durable. Both in turn.
+large enough for a checkpoint to be worth measuring. The stall is the rank's `begin_save`, which is what the
+driver waits for before it goes on; the blocking save is torch.distributed.checkpoint's, of the same tensors
+to the same disk, with its files made durable. Both in turn.
 """
 
 from __future__ import annotations
