@@ -56,6 +56,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     files: list[ManifestFile]
 
 
+class SnapshotBegun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint under way is of: a rank's answer, here because the driver does not load torch."""
+
+    update: int
+    optimizer_steps: int
+    weights_digest: str
+
+
 class Checkpoints:
     """The checkpoints of one run. `url`: the run's storage, a local path or an fsspec URL."""
 

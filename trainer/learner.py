@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -21,7 +20,7 @@ from ..statemachine.crashpoints import crashpoint
 from ..statemachine.errors import LearnerGone, RunFailedError
 from ..statemachine.events import CheckpointCommitted
 from ..statemachine.log import EventRow
-from .checkpoints import Checkpoints, Manifest, ManifestFile, ServedVersion
+from .checkpoints import Checkpoints, Manifest, ManifestFile, ServedVersion, SnapshotBegun
 from .config import Config
 from .protocols import LearnerReady, SavedCheckpoint, UpdateResult
 from .ranks import Ranks, Session, Whereabouts
@@ -34,7 +33,7 @@ class _UnderWay:
     """The checkpoint whose snapshot is taken and whose files are being written."""
 
     path: str
-    begun: Any  # SnapshotBegun
+    begun: SnapshotBegun
     head_seq: int
     head_hash: str
     served: Published | None

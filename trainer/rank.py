@@ -25,7 +25,7 @@ from ..statemachine.errors import BudgetRefused, CheckpointUnusable, RunFailedEr
 from ..statemachine.events import CheckpointCommitted, Number, OptimizerStep, number
 from ..statemachine.log import EventRow
 from ..statemachine.state import RunState, fold, update_shape
-from .checkpoints import Checkpoints, ManifestFile
+from .checkpoints import Checkpoints, ManifestFile, SnapshotBegun
 from .execution import execution_of, make_deterministic
 from .losses import policy_loss
 from .microbatches import MicroBatch, build, make_plan, read_groups, tokens_in
@@ -66,15 +66,6 @@ class _Totals:
             "policy/entropy": number(self.entropy / tokens),
             "policy/ratio_deviation_max": number(self.ratio_deviation),
         }
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotBegun:
-    """What a checkpoint under way is of."""
-
-    update: int
-    optimizer_steps: int
-    weights_digest: str
 
 
 class LearnerRank:
