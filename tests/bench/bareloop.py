@@ -44,14 +44,19 @@ class BareLoop:
     def step(self, number: int) -> dict[str, float]:
         """One update; where its seconds went."""
         rows = self.rows[number * PROMPTS : (number + 1) * PROMPTS]
-        began = time.perf_counter()
+        began, processor = time.perf_counter(), time.process_time()
         prompts, mask = self.prompts([row["prompt"] for row in rows])
         ids, logprobs, alive = self.generate(prompts, mask)
         generated = time.perf_counter()
         advantages = self.advantages(rows, ids, alive)
         self.train(prompts, mask, ids, logprobs, alive, advantages)
         ended = time.perf_counter()
-        return {"generate": generated - began, "train": ended - generated, "all": ended - began}
+        return {
+            "generate": generated - began,
+            "train": ended - generated,
+            "all": ended - began,
+            "processor": time.process_time() - processor,
+        }
 
     def prompts(self, texts: list[str]) -> tuple[Any, Any]:
         """Left-padded ids and mask, `[prompts * samples, prompt]`."""

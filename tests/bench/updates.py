@@ -1,7 +1,8 @@
 """Seconds per update against a bare loop doing the same work, and the log's share of them.
 
-Owns nothing. The product runs with one rollout worker and one learner rank of one thread each, the bare loop
-with two threads: two cores each. All one after the other; the bare loop before and after, its mean counts.
+Owns nothing. Everything has two cores: the bare loop two threads; the asynchronous run a rollout worker and a
+learner rank of one thread each, which work side by side; the bound-0 run the same with two threads each, as
+they take turns. All one after the other; the bare loop before and after, its mean counts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LAST = 2  # updates at the end, next to which nothing is generated any more
 
 def measure(bench: Bench) -> list[Figure]:
     """Three figures: asynchronous, bound 0, the log's share."""
-    updates, skip = (14, 4) if bench.quick else (42, 5)
+    updates, skip = (8, 3) if bench.quick else (42, 5)
     bare = {"model": str(bench.model), "threads": 2, "updates": updates, "skip": skip}
     bench.say(f"bare loop, {updates} updates")
     before = bench.ask_child("bareloop", bare)
@@ -60,12 +61,16 @@ def _timeline(bench: Bench, updates: int, bound: int, skip: int) -> dict[str, An
     """One run from its lines: what its steady state looks like."""
     folder = bench.folder / f"bound{bound}"
     config = write_config(folder, bench.model, updates=updates, bound=bound)
-    process = bench.child("drive", {"config": str(config), "runs_dir": str(folder / "runs")})
+    settings = {
+        "config": str(config),
+        "runs_dir": str(folder / "runs"),
+        "processors_at": [skip, updates - LAST],
+    }
+    process = bench.child("drive", settings)
     out, err = process.communicate(timeout=TOO_SLOW_SECONDS)
     if process.returncode != 0:
         raise RuntimeError(f"the run ended with {process.returncode}:\n{err[-4000:]}")
     lines = [json.loads(line) for line in out.splitlines() if line.startswith('{"what"')]
-    (folder / "timeline.jsonl").write_text(out)
     return steady_state(lines, skip)
 
 

@@ -31,6 +31,9 @@ group_size = {group_size}
 [rollout]
 max_new_tokens = {max_new_tokens}
 max_concurrent = {max_concurrent}
+threads = {threads}
+[learner]
+threads = {threads}
 [optim]
 lr = {learning_rate}
 [sync]
@@ -57,7 +60,10 @@ def sums(rows: int) -> list[dict[str, str]]:
 
 
 def write_config(folder: Path, model: Path, *, updates: int, bound: int, checkpoint_every: int = 10) -> Path:
-    """Rows for so many updates, and a config that trains on them."""
+    """Rows for so many updates, and a config that trains on them, on two cores.
+
+    Worker and learner have a core each where they work side by side, and both in turn where they alternate.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in sums(updates * PROMPTS)))
@@ -71,6 +77,7 @@ def write_config(folder: Path, model: Path, *, updates: int, bound: int, checkpo
         "max_concurrent": PROMPTS * GROUP_SIZE,
         "learning_rate": LEARNING_RATE,
         "bound": bound,
+        "threads": 1 if bound else 2,
         "checkpoint_every": checkpoint_every,
     }
     config.write_text(CONFIG.format(**values))
