@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
+
 from surefoot.rollout import torch_engine
 from surefoot.rollout.attention import DecodeRows, PromptBlock
 from surefoot.rollout.engine import Engine, FinishedSample, GroupTask, generate_batch
 from surefoot.rollout.torch_engine import TorchEngine
 from surefoot.statemachine.errors import ModelRefused, RunFailedError
-from transformers import DynamicCache
 
 from .tiny_decoders import (
     VARIANTS,
@@ -179,11 +180,11 @@ def test_a_step_takes_in_a_bounded_number_of_prompt_tokens(monkeypatch: pytest.M
     monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", 20)
     engine = engine_for(tiny_model(), slots=8)
     shapes = spied(engine, monkeypatch)
-    for key, prompt in enumerate(random_prompts([6, 6, 6, 40, 3])):
+    for key, prompt in enumerate(random_prompts([6, 6, 6, 6, 40, 3])):
         engine.add(task(key, prompt, [key], max_new_tokens=10))
-    assert len(drain(engine)) == 5
-    # 3 x 6 fit, one of 40 goes alone, as nothing would come of waiting, and 3 x 40 would not have fitted.
-    assert [prompts for _, prompts in shapes[:4]] == [3, 1, 1, 0]
+    assert len(drain(engine)) == 6
+    # 3 x 6 fit and 4 x 6 do not; one of 40 goes alone, as nothing would come of waiting.
+    assert [prompts for _, prompts in shapes[:5]] == [3, 1, 1, 1, 0]
 
 
 def test_new_weights_take_effect_between_two_tokens_and_cached_keys_are_kept() -> None:
@@ -437,10 +438,16 @@ class TestDeterministic:
         assert steps[0] > 2
         assert shapes == [(0, 1)] + [(4, 0)] * (steps[0] - 1) + [(0, 1)] + [(2, 0)] * (steps[1] - 1)
 
-    def test_a_sample_is_returned_once_though_its_row_stays(self) -> None:
+    def test_a_sample_is_returned_and_counted_once_though_its_row_stays(self) -> None:
         engine = engine_for(tiny_model(), deterministic=True, stop_ids=list(range(0, VOCABULARY, 3)))
         engine.add(task("a", [1, 2, 3], [1, 2, 3, 4, 5], max_new_tokens=30))
-        assert sorted(sample.sample_index for sample in drain(engine)) == [0, 1, 2, 3, 4]
+        finished: list[FinishedSample] = []
+        while len(finished) < 5:
+            finished += engine.step()
+            assert engine.active_samples() == 5 - len(finished)
+            assert engine.free_samples() == (0 if len(finished) < 5 else 5)
+        assert len({len(sample.ids) for sample in finished}) > 1
+        assert sorted(sample.sample_index for sample in finished) == [0, 1, 2, 3, 4]
 
     def test_a_group_larger_than_the_engine_is_refused(self) -> None:
         engine = engine_for(tiny_model(), slots=3, deterministic=True)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from surefoot.rollout.architecture import Architecture, read_architecture
 from surefoot.rollout.attention import DecodeRows, PromptBlock
 from surefoot.rollout.decoder import Decoder

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from surefoot.rollout.engine import generate_batch
 from surefoot.rollout.sampling import pick, seed_words, uniforms
 

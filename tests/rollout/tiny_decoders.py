@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers import PreTrainedModel
+
 from surefoot.rollout.architecture import Architecture
 from surefoot.rollout.engine import FinishedSample
 from surefoot.rollout.torch_engine import TorchEngine
-from transformers import PreTrainedModel
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
