@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the scratch folder")
     arguments = parser.parse_args()
     began = time.monotonic()
+    load_before, processors = os.getloadavg()[0], os.cpu_count() or 1
     wanted = arguments.only or list(GROUPS)
     runs = Path("runs").absolute()  # the filesystem that runs lie on
     runs.mkdir(exist_ok=True)
@@ -64,8 +65,9 @@ def main() -> int:
     seconds = time.monotonic() - began
     written = {
         "machine": {
-            "processors": os.cpu_count(),
-            "load_1_minute": os.getloadavg()[0],
+            "processors": processors,
+            "load_before": load_before,
+            "idle": load_before < processors / 4,
             "platform": platform.platform(),
             "python": platform.python_version(),
             "torch": version("torch"),
@@ -77,9 +79,13 @@ def main() -> int:
     }
     Path("bench.json").write_text(json.dumps(written, indent=1) + "\n")
     print(table(figures))
-    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors"
-    quoted = "; quick: not to be quoted" if arguments.quick else ""
-    print(f"\nbench.json written after {seconds:.0f} s, {load}{quoted}")
+    print(f"\nbench.json written after {seconds:.0f} s")
+    if load_before >= processors / 4:
+        print(
+            f"NOT TO BE QUOTED: others were at work, load {load_before:.1f} on {processors} processors before"
+        )
+    if arguments.quick:
+        print("NOT TO BE QUOTED: quick")
     return 1 if failed else 0
 
 
