@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from .figures import Bench, Figure, answer, ratio_of_rounds, settings_of
 
@@ -65,15 +66,16 @@ def main() -> None:
 
     from surefoot.rollout.files import Files
     from surefoot.trainer.checkpoints import Checkpoints
-    from surefoot.trainer.rank import LearnerRank
-    from surefoot.trainer.rankgroup import RankPlace, open_store
+    from surefoot.trainer.rankactor import RankActor
 
     from ..trainer.learner_world import LearnerScenario, make_group
 
     scenario = LearnerScenario(write_model(folder / "model", settings["layers"]), data_len=2 * (rounds + 2))
-    store = open_store("127.0.0.1", 60.0)
-    place = RankPlace(0, 1, "127.0.0.1", store.port, timeout_seconds=60.0, one_host=True)
-    rank: Any = LearnerRank(place, scenario.begin().new_rows(), store=store)
+    actor = RankActor()  # not as a Ray actor, but with its settings of the process
+    place = {"rank": 0, "ranks": 1, "address": "127.0.0.1", "timeout_seconds": 60.0, "one_host": True}
+    place["port"] = actor.open_store("127.0.0.1", 60.0)
+    actor.start(place, msgspec.msgpack.encode(scenario.begin().new_rows()))
+    rank = actor._rank
     storage = str(folder / "storage")
     checkpoints, files = Checkpoints(storage), Files(storage)
     stalls: list[float] = []
