@@ -25,6 +25,8 @@ from .config import Config
 from .protocols import LearnerReady, SavedCheckpoint, UpdateResult
 from .ranks import Ranks, Session, Whereabouts
 
+BACKSTOP_SECONDS = 30.0
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -66,8 +68,9 @@ class RayLearner:
         await self.close()
         options = self._options
         deadline = time.monotonic() + self._cluster.start_seconds
-        timeout_seconds = self._cluster.reply_seconds
-        self._up = ranks = Ranks(self._session, learner_try, timeout_seconds)
+        self._up = ranks = Ranks(self._session, learner_try, self._cluster.reply_seconds)
+        # Ranks give up on each other later than the driver does on them: its word on who hangs counts.
+        timeout_seconds = self._cluster.reply_seconds + BACKSTOP_SECONDS
         try:
             await ranks.spawn(options.ranks, options.gpus_per_rank, deadline)
             addresses = [place.address for place in ranks.places]

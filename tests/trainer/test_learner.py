@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
-from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
@@ -28,32 +26,18 @@ from .learner_world import LearnerScenario, make_group, write_model
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
-
-
-@pytest.fixture(scope="module")
-def ray_loop() -> Iterator[tuple[Run, RaySession]]:
-    """An event loop on a thread of its own, inside one Ray session."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-
-    def run(work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, loop).result()
-
-    context = RaySession.acquire(None, 8, 120.0)
-    session = run(context.__aenter__())
-    yield run, session
-    run(context.__aexit__(None, None, None))
-    loop.call_soon_threadsafe(loop.stop)
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("llama"))
 
 
+def session() -> AbstractAsyncContextManager[RaySession]:
+    return RaySession.acquire(None, 12, 240.0)
+
+
 def learner_of(
-    model: Path, storage: Path, session: RaySession, *, reply_seconds: float = 300.0
+    model: Path, storage: Path, ray_session: RaySession, *, reply_seconds: float = 300.0
 ) -> RayLearner:
     config = load_config(
         {
@@ -63,7 +47,7 @@ def learner_of(
             "cluster": {"start_seconds": 300.0, "reply_seconds": reply_seconds},
         }
     )
-    return RayLearner(config, str(storage), session=session)
+    return RayLearner(config, str(storage), session=ray_session)
 
 
 def batch(update: int) -> list[Group]:
@@ -98,12 +82,10 @@ def living(pids: list[int]) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
 
 
-def test_a_life_of_the_learner(ray_loop: tuple[Run, RaySession], model: Path, tmp_path: Path) -> None:
-    run, session = ray_loop
-    learner = learner_of(model, tmp_path, session)
+async def test_a_life_of_the_learner(ray_up: None, model: Path, tmp_path: Path) -> None:
     scenario = LearnerScenario(model)
-
-    async def life() -> None:
+    async with session() as ray_session:
+        learner = learner_of(model, tmp_path, ray_session)
         ready = await learner.start(scenario.begin().new_rows(), 1)
         assert ready.ranks == 2
         pids = [place.pid for place in learner.places]
@@ -152,17 +134,13 @@ def test_a_life_of_the_learner(ray_loop: tuple[Run, RaySession], model: Path, tm
         with pytest.raises(LearnerGone):
             await learner.gather(2)
 
-    run(life())
 
-
-def test_a_rank_that_dies_or_hangs_costs_the_group_and_the_next_try_goes_on(
-    ray_loop: tuple[Run, RaySession], model: Path, tmp_path: Path
+async def test_a_rank_that_dies_or_hangs_costs_the_group_and_the_next_try_goes_on(
+    ray_up: None, model: Path, tmp_path: Path
 ) -> None:
-    run, session = ray_loop
-    learner = learner_of(model, tmp_path, session, reply_seconds=20.0)
     scenario = LearnerScenario(model)
-
-    async def lives() -> None:
+    async with session() as ray_session:
+        learner = learner_of(model, tmp_path, ray_session, reply_seconds=20.0)
         await learner.start(scenario.begin().new_rows(), 1)
         killed = [place.pid for place in learner.places]
         groups = batch(1)
@@ -190,5 +168,3 @@ def test_a_rank_that_dies_or_hangs_costs_the_group_and_the_next_try_goes_on(
         await learner.start(scenario.rows(), 3)
         assert (await learner.gather(0)).digest == initial_weights(model).digest
         await learner.close()
-
-    run(lives())
