@@ -103,8 +103,8 @@ def test_the_filesystem_is_that_of_the_nearest_mount(
 ) -> None:
     mounts = [
         ("/", "ext4"),
-        ("/srv/nfs", "nfs4"),
         ("/srv/nfs/local", "xfs"),
+        ("/srv/nfs", "nfs4"),
         ("/home", "fuse.sshfs"),
         ("/mnt/share", "CIFS"),
         ("/twice", "ext4"),
