@@ -197,7 +197,8 @@ def test_bfloat16_compute_is_near_and_keeps_float32_weights(ranks: RankProcesses
         learning_rate=1.0,
         schedule_kind="constant",
     )
-    (((loss, norm),),) = reference(scenario, model, BATCHES[:1], eps=1.0)[:1]
+    steps, _ = reference(scenario, model, BATCHES[:1], eps=1.0)
+    loss, norm = steps[0][0]
     (result,) = train(ranks, scenario, BATCHES[:1])
     assert (result.steps[0].loss, result.steps[0].grad_norm) == pytest.approx((loss, norm), rel=0.05)
     assert result.steps[0].loss != pytest.approx(loss, rel=1e-6)
