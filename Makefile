@@ -30,21 +30,18 @@ $(STAMP): pyproject.toml
 test: setup
 	$(BIN)/python -m pytest $(PYTEST)
 
-examples/model/config.json: | setup
-	$(BIN)/python examples/make_model.py
-
-demo: setup examples/model/config.json
+demo: setup
 	$(BIN)/surefoot train examples/quickstart.toml --run $(RUN)
 	$(BIN)/surefoot audit $(RUN)
 	@echo "learning curve: runs/$(RUN)/curve.png"
 
-bench: setup examples/model/config.json
+bench: setup
 	$(BIN)/python -m tests.bench
 
 simulate: setup
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
-faults: setup examples/model/config.json
+faults: setup
 	$(BIN)/python -m tests.faults
 
 fix: setup

@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..statemachine.errors import SurefootError, UserMistake
+from ..statemachine.errors import RunUnknown, SurefootError, UserMistake
 
 FAILED, MISTAKE, PREEMPTED = 1, 2, 75
 FOLLOW_SECONDS = 0.2
@@ -117,7 +118,7 @@ def runs(as_json: AsJson = False, runs_dir: RunsDir = RUNS, db: Database = None,
 
     views = []
     for place in all_places(runs_dir, db):
-        with place.reading() as log:
+        with suppress(RunUnknown), place.reading() as log:  # a database may be there before its run is
             views.append(run_view(place.run, log.read(place.run)))
     if as_json:
         _print_json(views)

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..statemachine.errors import RunExists, RunInUse, SurefootError
+from ..statemachine.errors import RunExists, RunUnknown, SurefootError
 from ..statemachine.events import Event
 from ..statemachine.liveness import DriverIdentity, lives
-from ..statemachine.log import SILENT_AFTER_SECONDS, EventLog, EventRow, RunHead
+from ..statemachine.log import EventLog, EventRow, RunHead, take_reason
 from ..statemachine.sqllog import open_log
 from ..statemachine.state import RunState, fold
 from .config import Config, load_config
@@ -246,30 +246,17 @@ def _outcome_if_over(place: Place, prepared: Prepared, take_over: bool) -> Outco
     """The outcome of a run that is over for good. Refuses here what needs no Ray to refuse."""
     if not place.exists():
         return None
-    with place.reading() as log:
-        state = fold(log.read(place.run))
-        head = log.head(place.run)
+    try:
+        with place.reading() as log:
+            state = fold(log.read(place.run))
+            head = log.head(place.run)
+    except RunUnknown:  # killed between the making of its database and its first event
+        return None
     config_changes(place.run, _created(state), prepared)
     if state.closed:
         return outcome_of(state, already=True)
-    if not take_over:
-        refuse_if_alive(head)
+    take_reason(head, ask=take_over, lives=lives)  # raises RunInUse; the transaction later decides
     return None
-
-
-def refuse_if_alive(head: RunHead) -> None:
-    """Raises RunInUse early, where `take_over` would; the transaction there decides."""
-    if head.released or head.driver is None or lives(head.driver) is False:
-        return
-    age = head.heartbeat_age_seconds or 0.0
-    if lives(head.driver) or age < SILENT_AFTER_SECONDS:
-        raise RunInUse(
-            f"run {head.run_id!r} is in use: incarnation {head.incarnation} on {head.driver.host} "
-            f"(process {head.driver.pid}) wrote {age:.0f} s ago; wait for it, stop it, or pass --take-over",
-            run=head.run_id,
-            incarnation=head.incarnation,
-            heartbeat_age_seconds=age,
-        )
 
 
 def _claim(
