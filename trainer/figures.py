@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ def batch_figures(groups: Sequence[StoredGroup], state: RunState) -> BatchFigure
     flat = [r for group in rewards for r in group]
     lengths = [length for group in groups for length in group.lengths]
     truncated = [flag for group in groups for flag in group.truncated]
-    spreads = [statistics.stdev(group) if len(group) > 1 else 0.0 for group in rewards]
+    spreads = [_spread(group) for group in rewards]
     return BatchFigures(
         staleness_max=max(staleness),
         staleness_mean=statistics.fmean(staleness),
@@ -43,3 +44,11 @@ def batch_figures(groups: Sequence[StoredGroup], state: RunState) -> BatchFigure
             "staleness/max": number(max(staleness)),
         },
     )
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Unbiased standard deviation; `statistics.stdev` is exact, and a hundred times slower."""
+    if len(values) < 2:
+        return 0.0
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

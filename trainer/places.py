@@ -106,7 +106,10 @@ def all_places(runs_dir: Path, db: str | None = None) -> list[Place]:
 def _heads(db: str) -> list[RunHead]:
     from ..statemachine.sqllog import open_log
 
-    log = open_log(db, migrate=False)
+    try:
+        log = open_log(db, migrate=False)
+    except RunUnknown:  # a database without a log yet: the first run makes it
+        return []
     try:
         return log.runs()
     finally:

@@ -51,7 +51,16 @@ def config(tmp_path: Path) -> dict[str, Any]:
 
 
 def below() -> list[psutil.Process]:
-    return psutil.Process(os.getpid()).children(recursive=True)
+    """Our actors. Ray itself may be up already, for tests before this one."""
+    found = []
+    for process in psutil.Process(os.getpid()).children(recursive=True):
+        try:
+            title = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if title.startswith(("ray::RayRolloutWorker", "ray::RankActor")):
+            found.append(process)
+    return found
 
 
 async def test_a_program_drives_a_run_and_watches_its_events(tmp_path: Path, config: dict[str, Any]) -> None:
