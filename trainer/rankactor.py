@@ -38,6 +38,8 @@ class RankActor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         _keep_freed_memory()
+        # Before torch is loaded: threads that wait by spinning take the cores that rollout workers need.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._rank: Any = None
         self._store: Any = None
 
