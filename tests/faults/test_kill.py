@@ -11,6 +11,8 @@ import pytest
 from .lives import RealRun, gone
 from .small import make_small
 
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 
@@ -84,3 +86,19 @@ def test_a_killed_worker_is_replaced_and_its_groups_made_again(untouched: RealRu
     assert life.wait() == 0, run.output()
     assert run.audit().ok
     assert run.ledger() == untouched.ledger()
+
+
+def test_the_quickstart_killed_and_resumed_trains_each_group_once(tmp_path: Path) -> None:
+    run = RealRun(QUICKSTART, tmp_path, "quickstart")
+    smaller = ["data.size=192", "checkpoint.every_updates=2", "eval.size=20", "eval.every_updates=3"]
+    sets = [word for one in smaller for word in ("--set", one)]
+    life = run.start(*sets)
+    life.wait_for("UpdateApplied", 3)
+    life.kill()
+    assert run.live(*sets) == 0, run.output()
+    state = run.state()
+    assert (state.updates, state.optimizer_steps, state.incarnation) == (6, 6, 2)
+    trained = [index for event in run.events("UpdateApplied") for index, _ in event.groups]
+    assert trained == list(range(192))
+    assert run.audit().ok
+    assert (tmp_path / "quickstart" / "curve.png").stat().st_size > 10_000

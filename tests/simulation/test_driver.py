@@ -9,7 +9,7 @@ import pytest
 from surefoot.statemachine.crashpoints import watched
 from surefoot.statemachine.errors import Diverged, FencedOut, RunFailedError
 from surefoot.statemachine.phases import Phase
-from surefoot.statemachine.state import fold
+from surefoot.statemachine.state import RunState, fold
 
 from .virtual import run_virtually
 from .world import Crashed, Faults, World, small_config
@@ -487,3 +487,35 @@ def test_an_evaluation_that_a_kill_took_is_done_again_first() -> None:
     crash_at(world, "evaluate.before", 2)
     world.run()
     assert [e.update for e in world.events("EvaluationDone")] == [0, 3, 6, 8]
+
+
+def test_every_event_file_and_line_says_in_which_unit_it_counts() -> None:
+    # Report 34: R=4 S=4, after 4 updates: update 4, policy version 1, prompts 16.
+    from surefoot.trainer.display import Progress, line_of
+    from surefoot.trainer.metrics import metrics_rows
+
+    world = World(
+        small_config(
+            batch={"prompts": 4},
+            sync={"every_updates": 4},
+            checkpoint={"every_updates": 4},
+            eval={"every_updates": 4, "size": 3, "source": "object:held_out"},
+            rollout={"workers": 4, "max_concurrent": 8},
+        ),
+        data_len=16,
+    )
+    world.run()
+    state = world.state()
+    assert (state.updates, state.policy_version, state.groups_trained) == (4, 1, 16)
+    (published,), (saved,) = world.events("WeightsPublished"), world.events("CheckpointCommitted")
+    assert (published.version, published.update) == (1, 4)
+    assert (saved.update, saved.optimizer_steps, saved.policy_version) == (4, 4, 1)
+    assert saved.path.startswith("u000004-")
+    assert [(e.policy_version, e.update) for e in world.events("EvaluationDone")] == [(0, 0), (1, 4)]
+    last = [row for row in metrics_rows(world.rows()) if "optim/lr" in row][-1]
+    assert (last["update"], last["optimizer_step"], last["policy_version"]) == (4, 4, 0)
+    progress, so_far = Progress(), RunState()
+    for row in world.rows():
+        progress.take(row, so_far.apply(row), so_far)
+    line = line_of(progress.figures())
+    assert "update 4/4" in line and "optimizer step 4/4" in line and "policy version 1" in line

@@ -470,7 +470,9 @@ class World:
         self.random = random.Random(seed)
         self.faults = faults or Faults()
         self.disk = Disk()
-        self.log = GuardedLog(seconds=lambda: 0.0, now=lambda: "2026-01-01T00:00:00", lives=lambda d: False)
+        self.log = GuardedLog(
+            seconds=lambda: 0.0, now=lambda: "2026-01-01T00:00:00+00:00", lives=lambda d: False
+        )
         self.fingerprint = {"ranks": "1"}
         self.noise = 0.0
         self.not_finite: frozenset[int] = frozenset()
@@ -541,7 +543,11 @@ class World:
         self.dead = False
         self.pool, self.learner = StandInPool(self), StandInLearner(self)
         journal = Journal(
-            self.log.view(self), head, fold(self.rows()), blocking=self._blocking, now=lambda: "2026"
+            self.log.view(self),
+            head,
+            fold(self.rows()),
+            blocking=self._blocking,
+            now=lambda: "2026-01-01T00:00:00+00:00",
         )
         parts = Parts(
             config=self.config,
