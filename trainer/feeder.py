@@ -30,8 +30,12 @@ from ..statemachine.events import (
     WorkerReplaced,
     number,
 )
+from ..statemachine.phases import Phase
 from ..statemachine.state import LiveGroup, RunState
 from .parts import Parts
+
+MOMENT_SECONDS = 0.02
+"""How long answers are gathered while the learner is busy."""
 
 
 class Feeder:
@@ -55,38 +59,57 @@ class Feeder:
             await self._kick.wait()
 
     async def answer_forever(self) -> None:
-        """Take answers as they come; those of one moment share a file and a transaction."""
-        while True:
-            answers = await self._parts.pool.answers()
-            await self._receive(answers)
-            self.kick()
+        """Take answers as they come; those of one moment share a file and a transaction.
+
+        While the learner is at work nobody waits for the next group, so a moment may be a little longer.
+        """
+        arrived: list[Answer] = []
+        some = asyncio.Event()
+
+        async def collect() -> None:
+            while True:
+                arrived.extend(await self._parts.pool.answers())
+                some.set()
+
+        collecting = asyncio.ensure_future(collect())
+        try:
+            while True:
+                waiting = asyncio.ensure_future(some.wait())
+                await asyncio.wait({waiting, collecting}, return_when=asyncio.FIRST_COMPLETED)
+                if collecting.done():
+                    waiting.cancel()
+                    collecting.result()
+                if self._parts.journal.state.phase is not Phase.ROLLOUT:
+                    await asyncio.sleep(MOMENT_SECONDS)
+                some.clear()
+                answers, arrived[:] = arrived[:], []
+                await self._receive(answers)
+                self.kick()
+        finally:
+            collecting.cancel()
 
     async def _admit(self) -> None:
-        if self.paused:
-            return
-        parts = self._parts
         issued: list[Issue] = []
-
-        def decide(state: RunState) -> list[Event]:
-            issued.clear()
-            slots = parts.pool.free_slots()
-            if slots <= 0 or state.exhausted or self.paused:
-                return []
-            events: list[Event] = []
-            for reason, issues in reissues(state, slots, parts.config.rollout.max_attempts).items():
-                events.append(GroupsReissued(groups=issues, reason=reason))
-                issued.extend(issues)
-            fresh = admissions(state, slots - len(issued))
-            if fresh:
-                events.append(GroupsAdmitted(groups=fresh))
-                issued.extend(fresh)
-            if events:
-                crashpoint("admit.before")
-            return events
-
-        if await parts.journal.commit(decide):
+        if await self._parts.journal.commit(lambda state: self._admission(state, issued)):
             crashpoint("admit.after")
             self.submit(issued)
+
+    def _admission(self, state: RunState, issued: list[Issue]) -> list[Event]:
+        """What fills the free slots: groups to issue again first, then prompts to draw. Adds to `issued`."""
+        slots = self._parts.pool.free_slots()
+        if slots <= 0 or state.exhausted or self.paused:
+            return []
+        events: list[Event] = []
+        for reason, issues in reissues(state, slots, self._parts.config.rollout.max_attempts).items():
+            events.append(GroupsReissued(groups=issues, reason=reason))
+            issued.extend(issues)
+        fresh = admissions(state, slots - len(issued))
+        if fresh:
+            events.append(GroupsAdmitted(groups=fresh))
+            issued.extend(fresh)
+        if events:
+            crashpoint("admit.before")
+        return events
 
     def submit(self, issues: Sequence[Issue]) -> None:
         """Hand committed attempts to workers."""
@@ -141,10 +164,16 @@ class Feeder:
                 if flat and self._parts.config.algorithm.drop_no_spread:
                     events.append(GroupsDropped(prompt_indices=flat, reason=DropReason.NO_SPREAD))
             events += [refusal(state, *key, "it was answered already") for key in repeated]
+            if keep and not failed:  # the slots that came free are filled in the same transaction
+                events += self._admission(state, issued)
             return events
 
+        issued: list[Issue] = []
         if await journal.commit(decide) and places:
             crashpoint("group.stored")
+        if issued:
+            crashpoint("admit.after")
+            self.submit(issued)
 
 
 def is_current(state: RunState, prompt_index: int, attempt: int) -> bool:

@@ -77,7 +77,7 @@ def write_config(folder: Path, model: Path, *, updates: int, bound: int, checkpo
         "max_concurrent": PROMPTS * GROUP_SIZE,
         "learning_rate": LEARNING_RATE,
         "bound": bound,
-        "threads": 1 if bound else 2,
+        "threads": 1,
         "checkpoint_every": checkpoint_every,
     }
     config.write_text(CONFIG.format(**values))
