@@ -1,4 +1,4 @@
-"""Makes the quickstart's starting model: a small character-level Llama that was taught sums by a careless pupil.
+"""Makes the quickstart's starting model: a small character-level Llama, taught sums by a careless pupil.
 
 It learns addition and subtraction of one- and two-digit numbers by example, but wherever there is a carry or
 a borrow, most of its examples have forgotten it. So its greedy answers are wrong there while the right ones
@@ -68,7 +68,7 @@ def forgetful(left: int, operator: str, right: int) -> int:
 
 
 def write_tokenizer(folder: Path) -> dict[str, int]:
-    """One token a character; returns the vocabulary. Written with `tokenizers` alone, which loads no torch."""
+    """One token a character; returns the vocabulary. Made with `tokenizers` alone: no torch."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {token: index for index, token in enumerate(SPECIAL + CHARACTERS)}

@@ -108,7 +108,7 @@ class RolloutPool(Protocol):
         ...
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Hand requests to workers; never blocks. A newer attempt of a group ends the work on an older one."""
+        """Hand requests to workers; never blocks. A newer attempt of a group ends work on an older one."""
         ...
 
     async def answers(self) -> list[Answer]:

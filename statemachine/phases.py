@@ -159,7 +159,8 @@ MOVES: tuple[Move, ...] = (
 )
 
 MOVES_BY_EVENT: dict[str, tuple[Move, ...]] = {
-    name: tuple(move for move in MOVES if move.event == name) for name in dict.fromkeys(m.event for m in MOVES)
+    name: tuple(move for move in MOVES if move.event == name)
+    for name in dict.fromkeys(move.event for move in MOVES)
 }
 _MAY_STAY = frozenset({"GroupsDropped"})  # moves only when it drops the rest
 

@@ -1,8 +1,8 @@
 """Seconds per update against a bare loop doing the same work, and the log's share of them.
 
-Owns nothing. Everything has two cores: the bare loop two threads; both runs a rollout worker and a learner rank
-of one thread each, which work side by side or, at bound 0, take turns. All one after the other; the bare loop
-before and after, its mean counts.
+Owns nothing. Everything has two cores: the bare loop two threads; both runs a rollout worker and a learner
+rank of one thread each, which work side by side or, at bound 0, take turns. All one after the other; the bare
+loop before and after, its mean counts.
 """
 
 from __future__ import annotations
