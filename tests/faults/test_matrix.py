@@ -1,0 +1,47 @@
+"""The matrix of faults: that it is whole, and a random part of it on every run of the tests."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from surefoot.statemachine.crashpoints import CRASHPOINTS, crashpoint
+
+from .lives import RealRun
+from .matrix import all_cases, live_through, some_cases, table
+from .small import make_small
+
+ROOT = Path(__file__).parents[2]
+CASES = 2
+
+
+def test_every_place_in_the_code_is_registered_and_every_registered_place_is_in_the_code() -> None:
+    found = set()
+    for folder in ("statemachine", "rollout", "trainer", "migrations"):
+        for path in (ROOT / folder).rglob("*.py"):
+            found |= set(re.findall(r'crashpoint(?:\)?\(|,\s*)"([a-z_.]+)"', path.read_text()))
+    assert found == set(CRASHPOINTS)
+
+
+def test_every_registered_place_is_in_the_matrix() -> None:
+    assert {case.place for case in all_cases()} == set(CRASHPOINTS)
+
+
+def test_a_place_that_is_not_registered_cannot_be_reached() -> None:
+    with pytest.raises(KeyError):
+        crashpoint("nowhere")
+
+
+@pytest.mark.real
+@pytest.mark.timeout(900)
+def test_a_random_part_of_the_matrix_equals_the_run_that_nobody_touched(tmp_path: Path) -> None:
+    seed = int(time.time()) // 86_400
+    untouched = RealRun(make_small(tmp_path / "small"), tmp_path / "untouched")
+    assert untouched.live() == 0, untouched.output()
+    verdicts = [live_through(case, untouched, tmp_path / "runs") for case in some_cases(seed, CASES)]
+    said = f"python -m tests.faults --count {CASES} --seed {seed}\n{table(verdicts)}"
+    print(said)
+    assert all(verdict.ok for verdict in verdicts), said
