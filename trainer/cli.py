@@ -100,7 +100,7 @@ def train(
     from .places import Place, next_free
     from .terminal import drive
 
-    name = run or config.stem
+    name = config.stem if run is None else run
     place = next_free(name, runs_dir, db) if new else Place(name, runs_dir, db)
     return drive(
         load_config(config, _sets(sets, more)),

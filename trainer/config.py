@@ -57,6 +57,8 @@ def load_config(
         tree, folder = _read(Path(source)), Path(source).resolve().parent
     if rows is not None:
         _override(tree, "data.source", OBJECT + rows)
+        for made_of_a_task in ("size", "options"):
+            tree["data"].pop(made_of_a_task, None)
     given = dict(flatten(tree))
     for mine, other in EXCLUSIVE:
         if given.get(mine) is not None and given.get(other) is not None:

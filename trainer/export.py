@@ -112,6 +112,7 @@ def _write(folder: Path, model: Path, tensors: dict[str, torch.Tensor]) -> None:
         config["dtype"] = "float32"
         (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, fresh / "model.safetensors", metadata={"format": "pt"})
+        (fresh / "model.safetensors").chmod(0o644)  # safetensors makes it 0600
         fresh.rename(folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

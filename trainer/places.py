@@ -65,7 +65,7 @@ class Place:
         """Whether the run is there. Reads only."""
         if self.db is None:
             return (self.folder / LOG_NAME).is_file()
-        return any(head.run_id == self.run for head in _heads(self.db))
+        return self.run in _taken(self.db)
 
     @contextmanager
     def reading(self) -> Iterator[EventLog]:
@@ -88,7 +88,7 @@ class Place:
 def next_free(run: str, runs_dir: Path, db: str | None = None) -> Place:
     """The place of that name, or of name-2, name-3 ... if it is taken."""
     place, number = Place(run, runs_dir, db), 1
-    taken = {head.run_id for head in _heads(db)} if db is not None else None
+    taken = _taken(db) if db is not None else None
     while place.run in taken if taken is not None else place.folder.exists():
         number += 1
         place = Place(f"{run}-{number}", runs_dir, db)
@@ -106,11 +106,16 @@ def all_places(runs_dir: Path, db: str | None = None) -> list[Place]:
 def _heads(db: str) -> list[RunHead]:
     from ..statemachine.sqllog import open_log
 
-    try:
-        log = open_log(db, migrate=False)
-    except RunUnknown:  # a database without a log yet: the first run makes it
-        return []
+    log = open_log(db, migrate=False)
     try:
         return log.runs()
     finally:
         log.close()
+
+
+def _taken(db: str) -> set[str]:
+    """The names in use. A database without a log yet has none: the first run makes it."""
+    try:
+        return {head.run_id for head in _heads(db)}
+    except RunUnknown:
+        return set()

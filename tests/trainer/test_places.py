@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from surefoot.statemachine.sqllog import open_log
-from surefoot.trainer.places import Place, all_places
+from surefoot.trainer.places import Place, next_free
 from surefoot.trainer.run import _outcome_if_over
 from tests.statemachine.conftest import postgres, postgres_url  # noqa: F401 - fixtures
 
@@ -16,7 +16,7 @@ def test_an_empty_shared_database_has_no_runs_and_takes_the_first(
 ) -> None:
     place = Place("first", tmp_path, postgres_url)
     assert not place.exists()
-    assert all_places(tmp_path, postgres_url) == []
+    assert next_free("first", tmp_path, postgres_url) == place
 
 
 def test_a_log_whose_run_was_never_created_is_no_run(tmp_path: Path) -> None:
