@@ -31,7 +31,7 @@ from surefoot.rollout.protocols import (
     StoredFile,
     WorkerLost,
 )
-from surefoot.statemachine.budget import BudgetInputs, resolve_budget
+from surefoot.statemachine.budget import resolve_budget
 from surefoot.statemachine.errors import CheckpointUnusable, GroupUnusable, LearnerGone
 from surefoot.statemachine.events import (
     BudgetResolved,
@@ -50,6 +50,7 @@ from surefoot.trainer.config import Config, load_config
 from surefoot.trainer.driver import Driver
 from surefoot.trainer.journal import Journal
 from surefoot.trainer.parts import Parts
+from surefoot.trainer.plan import budget_inputs
 from surefoot.trainer.protocols import LearnerReady, SavedCheckpoint, UpdateResult
 
 
@@ -76,26 +77,7 @@ def small_config(**sections: dict[str, Any]) -> Config:
 
 def budget_of(config: Config, data_len: int) -> BudgetResolved:
     """The budget of a config and a number of rows."""
-    schedule = config.optim.schedule
-    return resolve_budget(
-        BudgetInputs(
-            data_len=data_len,
-            epochs=config.data.epochs,
-            max_prompts=config.data.max_prompts,
-            batch_prompts=config.batch.prompts,
-            minibatches=config.batch.minibatches,
-            passes=config.batch.passes,
-            every_updates=config.sync.every_updates,
-            tail=config.batch.tail,
-            max_optimizer_steps=config.optim.max_optimizer_steps,
-            learning_rate=config.optim.lr,
-            schedule_kind=schedule.kind,
-            warmup_steps=schedule.warmup_steps,
-            warmup_ratio=schedule.warmup_ratio,
-            min_ratio=schedule.min_ratio,
-            horizon=schedule.horizon,
-        )
-    )
+    return resolve_budget(budget_inputs(config, data_len))
 
 
 def hashed(*parts: object) -> str:
