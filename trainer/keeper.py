@@ -8,6 +8,7 @@ under way at a time, and training goes on beside it.
 from __future__ import annotations
 
 import asyncio
+import re
 
 from ..rollout.protocols import Published
 from ..statemachine.crashpoints import crashpoint
@@ -26,14 +27,22 @@ class Keeper:
         self.seconds_last = 0.0  # what the last checkpoint took, from snapshot to commit
 
     async def sweep(self) -> None:
-        """Delete what no event names. Only right after a take-over, before anything is written."""
+        """Delete what no event names. Only right after a take-over, before anything is written.
+
+        Only files of incarnations before this one: a driver that was taken over from, and does not know it
+        yet, must not touch what the newer one has written.
+        """
         parts, state = self._parts, self._parts.journal.state
-        strays = [name for name in await parts.blocking(parts.store.names) if name not in state.files]
+        strays = [
+            name
+            for name in await parts.blocking(parts.store.names)
+            if name not in state.files and was_before(name, state.incarnation)
+        ]
         if strays:
             await parts.blocking(parts.store.delete, strays)
         kept = {checkpoint.path for checkpoint in state.checkpoints.values()}
         for path in await parts.blocking(parts.checkpoints.names):
-            if path not in kept:
+            if path not in kept and was_before(path, state.incarnation):
                 await parts.blocking(parts.checkpoints.delete, path)
 
     def is_due(self, update: int) -> bool:
@@ -116,3 +125,9 @@ class Keeper:
             for path in event.checkpoints:
                 await parts.blocking(parts.checkpoints.delete, path)
             crashpoint("retire.deleted")
+
+
+def was_before(name: str, incarnation: int) -> bool:
+    """Whether a file or folder, by its name, is of an older incarnation; what is not ours is not."""
+    made_by = re.search(r"(?:^g|-i)(\d+)-", name)
+    return made_by is not None and int(made_by[1]) < incarnation

@@ -519,3 +519,17 @@ def test_every_event_file_and_line_says_in_which_unit_it_counts() -> None:
         progress.take(row, so_far.apply(row), so_far)
     line = line_of(progress.figures())
     assert "update 4/4" in line and "optimizer step 4/4" in line and "policy version 1" in line
+
+
+def test_a_take_over_sweeps_what_older_drivers_left_and_nothing_of_a_newer_one() -> None:
+    world = World(data_len=16)
+    crash_at(world, "group.write.after", 3)
+    (stray,) = set(world.disk.groups) - set(world.state().files)
+    newer = {"g0009-0000001.msgpack": [b"of a newer driver"]}
+    world.disk.groups.update(newer)
+    world.disk.checkpoints["u000003-i0001-009"] = {}
+    world.disk.checkpoints["u000003-i0009-001"] = {}
+    assert world.run().exit_code == 0
+    assert stray not in world.disk.groups and "u000003-i0001-009" not in world.disk.checkpoints
+    assert world.disk.groups["g0009-0000001.msgpack"] == newer["g0009-0000001.msgpack"]
+    assert "u000003-i0009-001" in world.disk.checkpoints
