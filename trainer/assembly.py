@@ -28,12 +28,18 @@ SOFTWARE = ("surefoot", "torch", "transformers", "ray", "numpy", "tokenizers", "
 
 
 @asynccontextmanager
-async def ray_session(config: Config) -> AsyncIterator[RaySession]:
-    """The process's Ray, with room for this run's workers and ranks. Raises ClusterTooSmall, TimedOut."""
+async def ray_session(config: Config, workers: int | None = None) -> AsyncIterator[RaySession]:
+    """The process's Ray, with room for this run's ranks and its workers, or as many as are named.
+
+    Raises ClusterTooSmall, TimedOut.
+    """
     cluster, rollout, learner = config.cluster, config.rollout, config.learner
     async with RaySession.acquire(cluster.address, cluster.slots, cluster.start_seconds) as session:
         await session.check_fits(
-            rollout.workers, learner.ranks, rollout.gpus_per_worker, learner.gpus_per_rank
+            rollout.workers if workers is None else workers,
+            learner.ranks,
+            rollout.gpus_per_worker,
+            learner.gpus_per_rank,
         )
         yield session
 

@@ -1,7 +1,7 @@
 """The command line: thin commands over the library, one line for every error, an exit code for every end.
 
-Owns standard output and error, and nothing else. Only `train` and `export` import torch or Ray, and only once
-they need them; every import that is not small is inside its command.
+Owns standard output and error, and nothing else. Only `train`, `replay` and `export` import torch or Ray,
+and only once they need them; every import that is not small is inside its command.
 
 Exit codes: 0 done, or already complete (which one is said); 1 failed; 2 the user's mistake; 3 stopped short;
 75 preempted.
@@ -222,6 +222,37 @@ def audit(
     else:
         _print(audit_lines(report))
     return 0 if report.ok else FAILED
+
+
+@app.command()
+def replay(
+    name: Name,
+    from_update: Annotated[
+        int | None,
+        typer.Option("--from", metavar="UPDATE", help="The first update to compare; the first kept one."),
+    ] = None,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = RUNS,
+    db: Database = None,
+    debug: Debug = False,
+) -> int:
+    """Execute recorded updates again on fresh learner ranks and compare every number with the log."""
+    import asyncio
+
+    from .places import Place
+    from .replay import replay_run
+    from .terminal import replay_progress
+
+    place = Place(name, runs_dir, db)
+    with place.reading() as opened:
+        rows = list(opened.read(name))
+    with replay_progress() as progress:
+        done = asyncio.run(replay_run(rows, place.storage_url, from_update, progress))
+    if as_json:
+        _print_json(done.to_json())
+    else:
+        _print(done.lines())
+    return 0 if done.ok else FAILED
 
 
 @app.command()

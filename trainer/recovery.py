@@ -7,9 +7,7 @@ and what is returned are the weights of the last publication.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..rollout.protocols import Group, Published, StoredFile
 from ..statemachine.crashpoints import crashpoint
@@ -23,19 +21,10 @@ from ..statemachine.events import (
     number,
 )
 from ..statemachine.state import UpdateRecord
+from .comparing import Deviation, compare_steps
 from .keeper import Keeper
 from .parts import Parts
 from .protocols import LearnerReady, UpdateResult
-
-
-@dataclass
-class Deviation:
-    """How far redone updates were from their records."""
-
-    loss: float = 0.0
-    grad_norm: float = 0.0
-    same_execution: bool = True
-    accepted: bool = False
 
 
 async def read_groups(parts: Parts, places: Sequence[tuple[str, StoredGroup]]) -> list[Group | GroupUnusable]:
@@ -170,36 +159,13 @@ def _compare(
     accept_divergence: bool,
 ) -> None:
     """Compare a redone update with its record. Raises Diverged where a difference should not be."""
-    same = record.fingerprint == ready.fingerprint
-    deviation.same_execution = deviation.same_execution and same
-    for was, now in zip(record.event.steps, result.steps, strict=True):
-        if (was.optimizer_step, was.learning_rate) != (now.optimizer_step, now.learning_rate):
+    deviation.ran(record.fingerprint, ready.fingerprint)
+    for difference in compare_steps(record.event.steps, result.steps, deviation):
+        if difference.position or (difference.forbidden and not accept_divergence):
+            way_out = "" if difference.position else ": pass --accept-divergence to go on with it"
             raise Diverged(
-                f"event {record.seq}: update {record.event.update} was recorded with optimizer step "
-                f"{was.optimizer_step} at learning rate {was.learning_rate}, redone with "
-                f"{now.optimizer_step} at {now.learning_rate}",
+                f"event {record.seq}: update {record.event.update}: {difference}{way_out}",
                 seq=record.seq,
                 update=record.event.update,
             )
-        equal = (was.loss, was.grad_norm, was.applied) == (now.loss, now.grad_norm, now.applied)
-        deviation.loss = max(deviation.loss, _difference(was.loss, now.loss))
-        deviation.grad_norm = max(deviation.grad_norm, _difference(was.grad_norm, now.grad_norm))
-        if equal or (not same and was.applied == now.applied):
-            continue
-        if not accept_divergence:
-            raise Diverged(
-                f"event {record.seq}: update {record.event.update}, optimizer step {was.optimizer_step} was "
-                f"recorded with loss {was.loss}, gradient norm {was.grad_norm}, applied {was.applied}; "
-                f"redone on the same execution it gives {now.loss}, {now.grad_norm}, {now.applied}: pass "
-                "--accept-divergence to go on with it",
-                seq=record.seq,
-                update=record.event.update,
-            )
-        deviation.accepted = True
-
-
-def _difference(was: float | str, now: float | str) -> float:
-    if was == now:
-        return 0.0
-    difference = abs(float(was) - float(now))
-    return math.inf if math.isnan(difference) else difference
+        deviation.accepted = deviation.accepted or difference.forbidden

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from .config import Config
@@ -82,3 +83,23 @@ def _curve(place: Place) -> str | None:
     with place.reading() as log:
         draw_curve(log.read(place.run), place.curve)
     return str(place.curve)
+
+
+@contextmanager
+def replay_progress() -> Iterator[Callable[[int, int, bool], None]]:
+    """What tells of each update executed again, on standard error: a bar on a terminal, else a line each."""
+    if not sys.stderr.isatty():
+        yield lambda update, last, equal: print(
+            f"update {update} of {last}: {'as recorded' if equal else 'DIFFERS'}", file=sys.stderr
+        )
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting learner ranks", total=None)
+
+        def show(update: int, last: int, equal: bool) -> None:
+            bar.update(task, description=f"update {update} of {last}", completed=update, total=last)
+
+        yield show

@@ -65,6 +65,18 @@ class RealRun:
         """A whole life; its exit code (-9: killed itself at the crash point)."""
         return self.start(*arguments, crashpoint=crashpoint).wait()
 
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Another command of surefoot on this run's folder, to its end."""
+        words = [
+            str(Path(sys.executable).with_name("surefoot")),
+            *arguments,
+            "--runs-dir",
+            str(self.runs_dir),
+        ]
+        return subprocess.run(
+            words, cwd=self.config.parent, capture_output=True, text=True, timeout=LIFE_SECONDS, check=False
+        )
+
     def rows(self) -> list[EventRow]:
         """The log; empty if there is none yet."""
         place = Place(self.name, self.runs_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -102,3 +103,10 @@ def test_the_quickstart_killed_and_resumed_trains_each_group_once(tmp_path: Path
     assert trained == list(range(192))
     assert run.audit().ok
     assert (tmp_path / "quickstart" / "curve.png").stat().st_size > 10_000
+    replayed = run.command("replay", "quickstart", "--json")
+    assert replayed.returncode == 0, replayed.stderr
+    shown = json.loads(replayed.stdout)
+    # the quickstart keeps every group: all of it is executed again, whichever life did it first
+    assert (shown["checkpoint_update"], shown["first_update"], shown["last_update"]) == (0, 1, 6)
+    assert shown["ok"] and shown["same_execution"] and shown["loss_deviation"] == 0.0
+    assert shown["last_digest"] == run.events("RunCompleted")[0].weights_digest

@@ -142,6 +142,7 @@ def test_set_on_one_of_two_exclusive_keys_takes_the_others_place(shell: Shell, c
         (["samples", "absent"], ["absent"]),
         (["audit", "absent"], ["absent"]),
         (["export", "absent", "folder"], ["absent"]),
+        (["replay", "absent"], ["absent"]),
         (["runs", "--db", "sqlite:///absent.db"], ["absent.db"]),
         (["runs", "--db", "mysql://host/db"], ["mysql"]),
         (["nonsense"], ["nonsense"]),
