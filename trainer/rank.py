@@ -33,7 +33,7 @@ from .optimizer import ScheduledAdamW
 from .policy import Policy, load_policy, shard_policy
 from .protocols import LearnerReady, UpdateResult
 from .rankgroup import RankGroup, RankPlace
-from .snapshots import begin_snapshot, load_snapshot, written_by
+from .snapshots import begin_snapshot, load_snapshot, make_stager, written_by
 from .weights import RawTensor, WeightsDigest, digest_of, pack, raw
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -87,6 +87,7 @@ class LearnerRank:
         self._root: FSDPModule
         self._optimizer: ScheduledAdamW
         self._snapshot: tuple[str, Callable[[], None]] | None = None
+        self._stager = make_stager(self._device)
         try:
             digests = self._group.gather_texts(self._state.digest())
             if len(set(digests)) > 1:
@@ -294,8 +295,10 @@ class LearnerRank:
     def begin_save(self, storage: str, path: str) -> SnapshotBegun:
         """Take a snapshot for the folder at `path`, which is there and empty. Collective."""
         self._holds_an_update()
+        if self._snapshot is not None:
+            self._snapshot[1]()  # written, or its memory may not be used again
         checkpoints = Checkpoints(storage)
-        wait = begin_snapshot(checkpoints, path, self._tensors(), self._group.for_files)
+        wait = begin_snapshot(checkpoints, path, self._tensors(), self._group.for_files, self._stager)
         self._snapshot = (path, wait)
         total = self._state.total
         return SnapshotBegun(

@@ -233,21 +233,25 @@ def test_a_redo_is_the_same_bit_for_bit(one: RankProcesses, model: Path, tmp_pat
 def test_a_snapshot_is_of_the_moment_whatever_is_trained_beside_it(
     two: RankProcesses, model: Path, tmp_path: Path
 ) -> None:
-    batches = [batch(update) for update in range(1, 5)]
+    """And the next one, which is copied to the same memory, does not change it."""
+    batches = [batch(update) for update in range(1, 6)]
     scenario = LearnerScenario(model)
-    train(two, scenario, batches[:2])
-    at_two = digest(two)
-    Checkpoints(tmp_path).make_folder("u2")
-    begun = two.call("begin_save", str(tmp_path), "u2")[0]
-    results = go_on(two, scenario, batches[2:])
+    results = train(two, scenario, batches[:2])
+    kept: list[tuple[int, str, Any]] = []
+    for held in (2, 4):
+        Checkpoints(tmp_path).make_folder(f"u{held}")
+        begun = two.call("begin_save", str(tmp_path), f"u{held}")[0]
+        at_save = digest(two)
+        results += go_on(two, scenario, batches[held : held + 2])
+        kept.append((held, at_save, finished_by(two, str(tmp_path), f"u{held}", begun)))
     last = digest(two)
-    checkpoint = finished_by(two, str(tmp_path), "u2", begun)
-    assert checkpoint.update == 2 and checkpoint.weights_digest == at_two
-
-    two.call("load", str(tmp_path), checkpoint)
-    assert digest(two) == at_two
-    assert [result.steps for result in redo(two, 3, batches[2:])] == [result.steps for result in results]
-    assert digest(two) == last
+    for held, at_save, checkpoint in kept:
+        assert checkpoint.update == held and checkpoint.weights_digest == at_save
+        two.call("load", str(tmp_path), checkpoint)
+        assert digest(two) == at_save
+        redone = redo(two, held + 1, batches[held:])
+        assert [result.steps for result in redone] == [result.steps for result in results[held:]]
+        assert digest(two) == last
 
 
 @pytest.fixture(scope="module")
