@@ -97,10 +97,11 @@ def reissues(state: RunState, slots: int, max_attempts: int) -> dict[IssueReason
     return issues
 
 
-def admissions(state: RunState, slots: int) -> list[Issue]:
-    """Prompts to draw for the first time, at most `slots`."""
-    count = max(0, min(slots, state.room()))
-    return [Issue(index, 1, state.policy_version) for index in range(state.drawn, state.drawn + count)]
+def admissions(state: RunState, slots: int, policy_version: int | None = None) -> list[Issue]:
+    """Prompts to draw for the first time, at most `slots`; at the current version, or the one about to be."""
+    version = state.policy_version if policy_version is None else policy_version
+    count = max(0, min(slots, state.room(version)))
+    return [Issue(index, 1, version) for index in range(state.drawn, state.drawn + count)]
 
 
 def stale_after_publication(state: RunState) -> list[Issue]:

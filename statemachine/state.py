@@ -281,15 +281,18 @@ class RunState:
             self.fates[issue.prompt_index] = ADMITTED
         self.drawn += len(event.groups)
 
-    def room(self) -> int:
-        """Groups that may be admitted now: the staleness window and the budget's need, less those there are.
+    def room(self, policy_version: int | None = None) -> int:
+        """Groups that may be admitted: the staleness window and the budget's need, less those there are.
+
+        At the current policy version, or at one that is about to be published.
 
         With b = max_staleness, v = policy version, S = every_updates, R = batch prompts:
         at most (b + v + 1) * S * R groups, never more than the budget needs, admitted and not dropped.
         """
         total = self.total
         bound = int(self.config["sync"]["max_staleness"])
-        window = (bound + self.policy_version + 1) * total.every_updates * total.batch_prompts
+        version = self.policy_version if policy_version is None else policy_version
+        window = (bound + version + 1) * total.every_updates * total.batch_prompts
         return max(
             0,
             min(

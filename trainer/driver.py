@@ -1,9 +1,9 @@
 """The driver: the loop that takes a run from its log's head to its end.
 
-It owns the order of things and nothing else: the journal holds the state, the feeder generates, the keeper
-saves, recovery redoes. Phases are guarded on the folded state, the work is done, the event is appended, and
-only then has the phase moved. The invariant: whatever the driver was doing when it died, the log alone says
-where the next one goes on.
+It owns the order of things and nothing else: the journal holds the state, the feeder generates, batches are
+read, the publisher serves, the keeper saves, recovery redoes. Phases are guarded on the folded state, the
+work is done, the event is appended, and only then has the phase moved. The invariant: whatever the driver was
+doing when it died, the log alone says where the next one goes on.
 
 The stop order, always the same:
   1. admission is paused; nothing more is handed to workers
@@ -17,17 +17,14 @@ The stop order, always the same:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine
 from typing import Any
 
-from ..rollout.protocols import Group, Published
 from ..statemachine import events as ev
 from ..statemachine.admission import Batch, Blocked, Exhausted, Waiting, next_batch, stale_after_publication
 from ..statemachine.crashpoints import crashpoint
 from ..statemachine.errors import (
     FencedOut,
-    GroupUnusable,
     LearnerGone,
     LogError,
     RunFailedError,
@@ -36,32 +33,19 @@ from ..statemachine.errors import (
 )
 from ..statemachine.phases import Phase
 from ..statemachine.state import RunState, fold
+from .batches import Batches, ReadBatch
 from .feeder import Feeder
 from .figures import batch_figures
 from .keeper import Keeper
+from .outcome import Outcome, outcome_of
 from .parts import Parts
 from .protocols import UpdateResult
-from .recovery import read_groups, redo
+from .publisher import Publisher
+from .recovery import redo
+from .tasks import cancel
 
 HEARTBEAT_SECONDS = 5.0
 LEARNER_TRIES_WITHOUT_PROGRESS = 3
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run, or this driver's part in it, ended."""
-
-    phase: Phase
-    updates: int
-    optimizer_steps: int
-    policy_version: int
-    message: str
-    already: bool = False  # it had ended before: nothing was done
-
-    @property
-    def exit_code(self) -> int:
-        """0 completed, 1 failed, 3 stopped short, 75 preempted."""
-        return {Phase.COMPLETED: 0, Phase.STOPPED: 3, Phase.PREEMPTED: 75}.get(self.phase, 1)
 
 
 class Driver:
@@ -73,8 +57,8 @@ class Driver:
         self._budget = budget  # what the config and the data give now; committed once
         self._feeder = Feeder(parts)
         self._keeper = Keeper(parts)
-        self._served: Published | None = None
-        self._serving: asyncio.Task[None] | None = None  # sending and evaluating the last publication
+        self._batches = Batches(parts, self._feeder.submit)
+        self._publisher = Publisher(parts, self._feeder.kick)
         self._stop = asyncio.Event()
         self._stop_because = ""
         self._learner_holds = -1  # the update whose weights the learner has; -1: none, or in doubt
@@ -112,7 +96,8 @@ class Driver:
             raise
         finally:
             self._feeder.paused = True
-            await _cancel(main, stop, *helpers, self._serving)
+            await cancel(main, stop, *helpers)
+            await self._publisher.close()
             self._keeper.abandon()
             await self._close()
         return self.outcome()
@@ -142,7 +127,7 @@ class Driver:
                 except LearnerGone as error:
                     await self._learner_lost(error)
         finally:
-            await _cancel(feeding)
+            await cancel(feeding)
 
     async def _beside(self, feeding: asyncio.Task[Any], work: Coroutine[Any, Any, None]) -> None:
         """Run `work` to its end; if feeding fails first, that is the error."""
@@ -153,7 +138,7 @@ class Driver:
                 feeding.result()
             await task
         finally:
-            await _cancel(task)
+            await cancel(task)
 
     async def _feed(self) -> None:
         loops = [
@@ -165,7 +150,7 @@ class Driver:
             for task in done:
                 task.result()
         finally:
-            await _cancel(*loops)
+            await cancel(*loops)
 
     async def _learner_lost(self, error: LearnerGone) -> None:
         self._learner_holds = -1
@@ -192,18 +177,20 @@ class Driver:
                 await pool
                 self._pool_started = True
         finally:
-            await _cancel(*starting, pool)
+            await cancel(*starting, pool)
         if ready.state_digest != fold(rows).digest():
             raise RunFailedError(
                 "learner ranks folded the log to another state than the driver", update=state.updates
             )
         crashpoint("workers.started")
-        served = await redo(parts, self._keeper, ready, self._served)
+        loading = (
+            self._publisher.served is None
+        )  # the pool lives on when the learner is lost; it is loaded once
+        served = await redo(parts, self._keeper, ready, self._publisher.served)
         self._learner_holds = state.updates
-        loading = self._served is None  # the pool lives on when the learner is lost; it is loaded once
         if loading:
             await parts.pool.publish(served)
-        self._served = served
+        self._publisher.served = served
         await self._journal.append(
             ev.WorkersReady(
                 learner_try=state.learner_try,
@@ -217,20 +204,31 @@ class Driver:
         crashpoint("workers.ready")
         self._feeder.kick()
         if loading:
-            self._serving = asyncio.ensure_future(self._evaluate_if_due())
+            self._publisher.evaluate_soon()
 
     async def _learn(self) -> None:
         state = self._journal.state
-        while True:
-            if state.phase is Phase.SYNC:
-                await self._publish()
-            if self._keeper.is_due(state.updates) and state.updates not in state.checkpoints:
-                await self._keeper.save(state.updates, self._served)
-            decision = await self._next_batch()
-            if isinstance(decision, Exhausted):
-                await self._finish(decision)
-                return
-            await self._update(decision)
+        ready: ReadBatch | None = None  # a batch that has begun
+        try:
+            while True:
+                if state.phase is Phase.SYNC:
+                    ready = await self._publish()
+                if self._keeper.is_due(state.updates) and state.updates not in state.checkpoints:
+                    await self._keeper.save(state.updates, self._publisher.served)
+                if ready is None:
+                    decision = await self._next_batch()
+                    if isinstance(decision, Exhausted):
+                        await self._finish(decision)
+                        return
+                    ready = await self._batches.read(decision)
+                    if ready is None:
+                        continue
+                    await self._journal.append(ready.began())
+                    crashpoint("update.begun")
+                await self._update(ready)
+                ready = None
+        finally:
+            await self._publisher.forget()
 
     async def _next_batch(self) -> Batch | Exhausted:
         while True:
@@ -244,124 +242,66 @@ class Driver:
                 )
             if not isinstance(decision, Waiting):
                 return decision
-            self._raise_if_serving_failed()
+            self._publisher.raise_if_failed()
             await changed.wait()
 
-    async def _update(self, batch: Batch) -> None:
+    async def _update(self, ready: ReadBatch) -> None:
+        """Execute a batch that has begun, and commit it; weights that are due are gathered meanwhile."""
         parts, journal, state = self._parts, self._journal, self._journal.state
-        started = asyncio.get_running_loop().time()
-        stored = [(live.file, live.stored) for live in batch.groups if live.stored is not None]
-        order = [(live.prompt_index, live.attempt) for live in batch.groups]
-        groups: list[Group] = []
-        damaged: list[tuple[int, int]] = []
-        for key, group in zip(order, await read_groups(parts, stored), strict=True):
-            if isinstance(group, GroupUnusable):
-                damaged.append(key)
-            else:
-                groups.append(group)
-        if damaged:
-            await self._reissue(ev.IssueReason.BAD_FILE, damaged)
-            return
-        await journal.append(ev.UpdateBegan(update=batch.update, groups=order))
-        crashpoint("update.begun")
         self._learner_holds = -1
         executing = asyncio.get_running_loop().time()
-        result = await parts.learner.update(batch.update, groups, journal.take_tail())
+        result = await parts.learner.update(ready.update, ready.groups, journal.take_tail())
         crashpoint("update.executed")
         ended = asyncio.get_running_loop().time()
-        figures = batch_figures([group for _, group in stored], state)
+        if state.publication_due_after(ready.update):
+            self._publisher.gather()
+        figures = batch_figures(ready.stored, state)
         await journal.append(
             ev.UpdateApplied(
-                update=batch.update,
+                update=ready.update,
                 learner_try=state.learner_try,
                 policy_version=state.policy_version,
-                groups=order,
+                groups=ready.order,
                 steps=result.steps,
                 staleness_max=figures.staleness_max,
                 staleness_mean=figures.staleness_mean,
                 staleness_max_updates=figures.staleness_max_updates,
                 metrics={**result.metrics, **figures.metrics, **_step_metrics(result)},
-                seconds={**result.seconds, "read": executing - started, "update": ended - executing},
+                seconds={**result.seconds, "read": ready.seconds, "update": ended - executing},
             )
         )
-        self._learner_holds = batch.update
+        self._learner_holds = ready.update
         self._tries = 0
         crashpoint("update.committed")
 
-    async def _publish(self) -> None:
-        parts, journal, state = self._parts, self._journal, self._journal.state
-        published = await parts.learner.gather(state.policy_version + 1)
-        crashpoint("publish.gathered")
-        await self._served_and_evaluated()
-        await journal.append(
-            ev.WeightsPublished(
-                version=published.version,
-                update=state.updates,
-                digest=published.digest,
-                bytes=len(published.payload),
-                final=state.exhausted or state.updates >= state.total.updates_total,
-            )
-        )
-        self._served = published
-        crashpoint("publish.committed")
-        self._serving = asyncio.ensure_future(self._serve(published))
-        stale = stale_after_publication(state)
-        if stale:
-            await self._reissue(ev.IssueReason.STALE, [(i.prompt_index, i.attempt - 1) for i in stale])
+    async def _publish(self) -> ReadBatch | None:
+        """Publish; what it makes room for, and the next batch if it is there, share the transaction.
 
-    async def _serve(self, published: Published) -> None:
-        """Send a publication; then evaluate it, if that is due. Generation goes on meanwhile."""
-        self._feeder.kick()
-        await self._parts.pool.publish(published)
-        crashpoint("publish.sent")
-        self._feeder.kick()
-        await self._evaluate_if_due()
-
-    async def _evaluate_if_due(self) -> None:
-        parts, state = self._parts, self._journal.state
-        if not state.evaluation_due():
-            return
-        started = asyncio.get_running_loop().time()
-        groups = await parts.pool.evaluate(parts.prompts.evaluation())
-        samples = [sample for group in groups for sample in group.samples]
-        crashpoint("evaluate.before")
-        await self._journal.append(
-            ev.EvaluationDone(
-                policy_version=state.policy_version,
-                update=state.published_update,
-                size=len(samples),
-                reward_mean=sum(s.reward for s in samples) / len(samples),
-                length_mean=sum(len(s.ids) // 4 for s in samples) / len(samples),
-                truncated_frac=sum(s.truncated for s in samples) / len(samples),
-                seconds=asyncio.get_running_loop().time() - started,
-            )
-        )
-
-    async def _served_and_evaluated(self) -> None:
-        task, self._serving = self._serving, None
-        if task is not None:
-            await task
-
-    def _raise_if_serving_failed(self) -> None:
-        if self._serving is not None and self._serving.done():
-            self._serving.result()
-
-    async def _reissue(self, reason: ev.IssueReason, attempts: Sequence[tuple[int, int]]) -> None:
-        """Issue groups again whose attempt is still the named one, stored or not."""
+        Returns that batch, begun. Under on_stale = "reissue" the choice of a batch follows a publication.
+        """
         issued: list[ev.Issue] = []
+        ahead: ReadBatch | None = None
+        reading = asyncio.ensure_future(self._batches.read_ahead())
 
-        def decide(state: RunState) -> list[ev.Event]:
-            for prompt_index, attempt in attempts:
-                group = state.live.get(prompt_index)
-                if group is not None and group.attempt == attempt:
-                    version = (
-                        state.policy_version if reason is ev.IssueReason.STALE else group.admission_version
-                    )
-                    issued.append(ev.Issue(prompt_index, attempt + 1, version))
-            return [ev.GroupsReissued(groups=issued, reason=reason)] if issued else []
+        def also(state: RunState, version: int) -> list[ev.Event]:
+            begun = [ahead.began()] if ahead is not None else []
+            return [*begun, *self._feeder.admission(state, issued, version)]
 
-        if await self._journal.commit(decide):
+        try:
+            ahead = await reading
+            await self._publisher.publish(also)
+        finally:
+            await cancel(reading)
+        if issued:
             self._feeder.submit(issued)
+        stale = stale_after_publication(self._journal.state)
+        if stale:
+            await self._batches.reissue(
+                ev.IssueReason.STALE, [(i.prompt_index, i.attempt - 1) for i in stale]
+            )
+        if ahead is not None:
+            crashpoint("update.begun")
+        return ahead
 
     async def _finish(self, exhausted: Exhausted) -> None:
         journal, state = self._journal, self._journal.state
@@ -373,15 +313,14 @@ class Driver:
             )
         if state.phase is Phase.SYNC:
             await self._publish()
-        await self._served_and_evaluated()
-        if state.evaluation_due():
-            await self._evaluate_if_due()
+        await self._publisher.settle()
+        await self._publisher.evaluate_if_due()
         await self._keeper.settle()
         if state.updates and state.updates not in state.checkpoints:
-            await self._keeper.save(state.updates, self._served)
+            await self._keeper.save(state.updates, self._publisher.served)
             await self._keeper.settle()
         crashpoint("end.before")
-        digest = self._served.digest if self._served else ""
+        digest = self._publisher.served.digest if self._publisher.served else ""
         if not short:
             last: ev.Event = ev.RunCompleted(
                 updates=state.updates,
@@ -412,7 +351,7 @@ class Driver:
         for_checkpoint = max(2.0 * self._keeper.seconds_last, 0.25 * self._parts.config.preempt.grace_seconds)
         if state.phase is Phase.UPDATE:
             await self._wait_for_update(main, deadline - for_checkpoint)
-        await _cancel(main)
+        await cancel(main)
         await self._checkpoint_before(deadline)
         await self._journal.commit(lambda s: [] if s.ended else [self._preempted(s)])
 
@@ -432,7 +371,7 @@ class Driver:
             await asyncio.wait(
                 {main, changed}, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
             )
-            await _cancel(changed)
+            await cancel(changed)
 
     async def _checkpoint_before(self, deadline: float) -> None:
         state = self._journal.state
@@ -440,7 +379,7 @@ class Driver:
             async with asyncio.timeout_at(deadline):
                 await self._keeper.settle()
                 if state.updates > 0 and self._learner_holds == state.updates not in state.checkpoints:
-                    await self._keeper.save(state.updates, self._served)
+                    await self._keeper.save(state.updates, self._publisher.served)
                     await self._keeper.settle()
         except (TimeoutError, LearnerGone) as error:
             # Not lost: the log holds every update, and the next driver redoes what no checkpoint has.
@@ -477,34 +416,6 @@ class Driver:
             await self._journal.heartbeat()
 
 
-def outcome_of(state: RunState, already: bool = False) -> Outcome:
-    """The outcome of a run as its fold says it."""
-    end = state.end
-    message = {
-        Phase.COMPLETED: f"completed: {state.updates} updates, {state.optimizer_steps} optimizer steps",
-        Phase.STOPPED: f"stopped short at update {state.updates}: {getattr(end, 'because', '')}",
-        Phase.PREEMPTED: f"preempted at update {state.updates}: {getattr(end, 'because', '')}",
-        Phase.FAILED: f"failed at update {state.updates}: {getattr(end, 'error', '')}",
-    }.get(state.phase, f"open in phase {state.phase}")
-    return Outcome(
-        phase=state.phase,
-        updates=state.updates,
-        optimizer_steps=state.optimizer_steps,
-        policy_version=state.policy_version,
-        message=("already " if already else "") + message,
-        already=already,
-    )
-
-
 def _step_metrics(result: UpdateResult) -> dict[str, ev.Number]:
     last = result.steps[-1]
     return {"optim/lr": last.learning_rate, "optim/grad_norm": last.grad_norm, "loss": last.loss}
-
-
-async def _cancel(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel what is still running and wait until it has ended; errors of others are theirs to raise."""
-    live = [task for task in tasks if task is not None]
-    for task in live:
-        task.cancel()
-    if live:
-        await asyncio.gather(*live, return_exceptions=True)

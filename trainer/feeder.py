@@ -90,12 +90,17 @@ class Feeder:
 
     async def _admit(self) -> None:
         issued: list[Issue] = []
-        if await self._parts.journal.commit(lambda state: self._admission(state, issued)):
+        if await self._parts.journal.commit(lambda state: self.admission(state, issued)):
             crashpoint("admit.after")
             self.submit(issued)
 
-    def _admission(self, state: RunState, issued: list[Issue]) -> list[Event]:
-        """What fills the free slots: groups to issue again first, then prompts to draw. Adds to `issued`."""
+    def admission(
+        self, state: RunState, issued: list[Issue], policy_version: int | None = None
+    ) -> list[Event]:
+        """What fills the free slots: groups to issue again first, then prompts to draw. Adds to `issued`.
+
+        `policy_version`: the one that the same transaction publishes, if it does.
+        """
         slots = self._parts.pool.free_slots()
         if slots <= 0 or state.exhausted or self.paused:
             return []
@@ -103,7 +108,7 @@ class Feeder:
         for reason, issues in reissues(state, slots, self._parts.config.rollout.max_attempts).items():
             events.append(GroupsReissued(groups=issues, reason=reason))
             issued.extend(issues)
-        fresh = admissions(state, slots - len(issued))
+        fresh = admissions(state, slots - len(issued), policy_version)
         if fresh:
             events.append(GroupsAdmitted(groups=fresh))
             issued.extend(fresh)
@@ -165,7 +170,7 @@ class Feeder:
                     events.append(GroupsDropped(prompt_indices=flat, reason=DropReason.NO_SPREAD))
             events += [refusal(state, *key, "it was answered already") for key in repeated]
             if keep and not failed:  # the slots that came free are filled in the same transaction
-                events += self._admission(state, issued)
+                events += self.admission(state, issued)
             return events
 
         issued: list[Issue] = []

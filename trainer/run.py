@@ -20,8 +20,9 @@ from ..statemachine.log import EventLog, EventRow, RunHead, take_reason
 from ..statemachine.sqllog import open_log
 from ..statemachine.state import RunState, fold
 from .config import Config, load_config
-from .driver import Driver, Outcome, outcome_of
+from .driver import Driver
 from .journal import Journal, Listener
+from .outcome import Outcome, outcome_of
 from .places import Place, next_free
 from .plan import Prepared, config_changes, prepare
 from .threads import Threads

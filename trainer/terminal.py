@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from .config import Config
 from .curve import draw_curve
 from .display import Display
-from .driver import Outcome
+from .outcome import Outcome
 from .places import Place
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -100,7 +100,11 @@ async def drive(settings: dict[str, Any]) -> None:
         say("event", type=row.type, seq=row.seq, **facts)
 
     started = Run.start(
-        settings["config"], name="bench", runs_dir=Path(settings["runs_dir"]), listeners=[listener]
+        settings["config"],
+        name="bench",
+        runs_dir=Path(settings["runs_dir"]),
+        sets=settings.get("sets", ()),
+        listeners=[listener],
     )
     async with started as run:
         journals.append(run._journal)

@@ -17,7 +17,7 @@ import pytest
 from surefoot.statemachine.errors import RunFailedError
 from surefoot.statemachine.phases import Phase
 from surefoot.trainer.config import load_config
-from surefoot.trainer.driver import Outcome
+from surefoot.trainer.outcome import Outcome
 from surefoot.trainer.places import Place
 from surefoot.trainer.terminal import drive
 

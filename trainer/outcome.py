@@ -1,0 +1,44 @@
+"""How a run ended, as its fold says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..statemachine.phases import Phase
+from ..statemachine.state import RunState
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run, or this driver's part in it, ended."""
+
+    phase: Phase
+    updates: int
+    optimizer_steps: int
+    policy_version: int
+    message: str
+    already: bool = False  # it had ended before: nothing was done
+
+    @property
+    def exit_code(self) -> int:
+        """0 completed, 1 failed, 3 stopped short, 75 preempted."""
+        return {Phase.COMPLETED: 0, Phase.STOPPED: 3, Phase.PREEMPTED: 75}.get(self.phase, 1)
+
+
+def outcome_of(state: RunState, already: bool = False) -> Outcome:
+    """The outcome of a run as its fold says it."""
+    end = state.end
+    message = {
+        Phase.COMPLETED: f"completed: {state.updates} updates, {state.optimizer_steps} optimizer steps",
+        Phase.STOPPED: f"stopped short at update {state.updates}: {getattr(end, 'because', '')}",
+        Phase.PREEMPTED: f"preempted at update {state.updates}: {getattr(end, 'because', '')}",
+        Phase.FAILED: f"failed at update {state.updates}: {getattr(end, 'error', '')}",
+    }.get(state.phase, f"open in phase {state.phase}")
+    return Outcome(
+        phase=state.phase,
+        updates=state.updates,
+        optimizer_steps=state.optimizer_steps,
+        policy_version=state.policy_version,
+        message=("already " if already else "") + message,
+        already=already,
+    )
