@@ -40,6 +40,11 @@ class Staged(Protocol):
 class WorkerHandle(Protocol):
     """One worker process. Every method raises WorkerGone, and WorkRaised where it says so."""
 
+    @property
+    def node(self) -> str:
+        """The cluster's name for its machine; empty until it is ready, or where there is none."""
+        ...
+
     async def ready(self) -> None:
         """Wait until it can load weights. Raises WorkRaised."""
         ...

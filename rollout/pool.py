@@ -74,6 +74,7 @@ class WorkerPool:
         self._max_attempts = max_attempts
         self._workers: dict[int, _Worker] = {}  # by place; a place without one is being filled
         self._backlog: deque[GroupRequest] = deque()  # attempts that no worker has room for
+        self._draining: frozenset[str] = frozenset()  # machines that are going away
         self._staged: Staged | None = None
         self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()
         self._background: set[asyncio.Task[Any]] = set()
@@ -155,6 +156,22 @@ class WorkerPool:
         self._staged = staged
         await asyncio.gather(*(self._load(worker) for worker in list(self._workers.values())))
 
+    def drain(self, nodes: frozenset[str]) -> None:
+        """These machines are going away: their workers get nothing new, and are replaced once they are idle.
+
+        `nodes` are all of them as of now.
+        """
+        self._draining = nodes
+        for worker in list(self._workers.values()):
+            self._leave_if_draining(worker)
+
+    def _drains(self, worker: _Worker) -> bool:
+        return bool(worker.handle.node) and worker.handle.node in self._draining
+
+    def _leave_if_draining(self, worker: _Worker) -> None:
+        if self._drains(worker) and not worker.held and not worker.evaluating:
+            self._lose(worker, f"its node {worker.handle.node} is being drained")
+
     async def evaluate(self, requests: Sequence[GroupRequest]) -> list[Group]:
         """Answer held-out rows with the version that is loaded; retried on another worker if one dies.
 
@@ -169,7 +186,7 @@ class WorkerPool:
                     raise self._failure
                 self._changed.clear()
                 for worker in self._loaded():
-                    if pending and not worker.evaluating:
+                    if pending and not worker.evaluating and not self._drains(worker):
                         chunk, worker.evaluating = pending.popleft(), True
                         running[asyncio.ensure_future(self._evaluate(worker, chunk))] = (worker, chunk)
                 changed = asyncio.ensure_future(self._changed.wait())
@@ -180,6 +197,7 @@ class WorkerPool:
                 for task in [task for task in running if task.done()]:
                     worker, chunk = running.pop(task)
                     worker.evaluating = False
+                    self._leave_if_draining(worker)
                     groups = task.result()
                     if groups is None:
                         pending.append(chunk)
@@ -309,7 +327,7 @@ class WorkerPool:
         return [worker for _, worker in sorted(self._workers.items()) if worker.version >= 0]
 
     def _room(self, worker: _Worker) -> int:
-        return self._groups_per_worker - len(worker.held)
+        return 0 if self._drains(worker) else self._groups_per_worker - len(worker.held)
 
     def _dispatch(self) -> None:
         while self._backlog and (workers := self._loaded()):
@@ -343,6 +361,7 @@ class WorkerPool:
         if worker.held.pop(key, None) is not None:
             if answer is not None:
                 self._answers.put_nowait(answer)
+            self._leave_if_draining(worker)
             self._dispatch()
 
     def _forget_older(self, prompt_index: int, attempt: int) -> None:

@@ -119,6 +119,10 @@ class RolloutPool(Protocol):
         """Send weights to every worker under way; those that do not confirm in time are replaced."""
         ...
 
+    def drain(self, nodes: frozenset[str]) -> None:
+        """Machines that go away: their workers get nothing new, and are replaced once they are idle."""
+        ...
+
     async def evaluate(self, requests: Sequence[GroupRequest]) -> list[Group]:
         """Answer held-out rows with the version that is loaded; retried on another worker if one dies."""
         ...

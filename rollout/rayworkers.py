@@ -185,13 +185,14 @@ class RayHandle:
         self._live = actor.live.remote()
         self._dead = False
         self.pid: int | None = None  # once it is ready
+        self.node = ""  # once it is ready
 
     async def ready(self) -> None:
         """See WorkerHandle."""
         import ray
 
         facts = msgspec.msgpack.decode(await _reply(self._actor.ready.remote()), type=WorkerFacts)
-        self.pid = facts.pid
+        self.pid, self.node = facts.pid, facts.node
         if facts.node == ray.get_runtime_context().get_node_id():
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._process = psutil.Process(facts.pid)

@@ -79,6 +79,8 @@ def assemble(
         prompts=DataPrompts(prepared),
         initial_weights=lambda: initial_weights(config.model.path),
         blocking=blocking,
+        draining=session.draining,
+        node=session.node,
     )
 
 

@@ -45,6 +45,7 @@ from .recovery import redo
 from .tasks import cancel
 
 HEARTBEAT_SECONDS = 5.0
+DRAIN_LOOK_SECONDS = 5.0
 LEARNER_TRIES_WITHOUT_PROGRESS = 3
 
 
@@ -78,7 +79,10 @@ class Driver:
         A failure is recorded as `RunFailed` where the log still takes it, then raised.
         """
         main = asyncio.ensure_future(self._drive())
-        helpers: list[asyncio.Task[Any]] = [asyncio.ensure_future(self._heartbeats())]
+        helpers: list[asyncio.Task[Any]] = [
+            asyncio.ensure_future(self._heartbeats()),
+            asyncio.ensure_future(self._watch_drains()),
+        ]
         stop = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({main, stop, *helpers}, return_when=asyncio.FIRST_COMPLETED)
@@ -409,6 +413,17 @@ class Driver:
     async def _close(self) -> None:
         await asyncio.gather(self._parts.pool.close(), self._parts.learner.close())
         await self._journal.release()
+
+    async def _watch_drains(self) -> None:
+        """A machine is going away: its workers get nothing new; for ranks and for us it is a preemption."""
+        parts = self._parts
+        while True:
+            await asyncio.sleep(DRAIN_LOOK_SECONDS)
+            draining = await parts.draining()
+            parts.pool.drain(draining)
+            if leaving := sorted(draining & (parts.learner.nodes | {parts.node})):
+                self.preempt(f"node {leaving[0]} is being drained")
+                return
 
     async def _heartbeats(self) -> None:
         while True:

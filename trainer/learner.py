@@ -58,6 +58,11 @@ class RayLearner:
         return list(self._up.places) if self._up is not None else []
 
     @property
+    def nodes(self) -> frozenset[str]:
+        """The machines that the ranks are on, by Ray's ids."""
+        return frozenset(place.node for place in self.places)
+
+    @property
     def _ranks(self) -> Ranks:
         if self._up is None:
             raise LearnerGone("the learner has not been started")

@@ -6,7 +6,7 @@ everything it is made of (feeder, keeper, recovery) see only this.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,3 +54,5 @@ class Parts:
     prompts: Prompts
     initial_weights: Callable[[], Published]  # version 0
     blocking: Blocking  # files; the journal has a thread of its own
+    draining: Callable[[], Awaitable[frozenset[str]]]  # machines that the cluster is about to take away
+    node: str  # the driver's own machine, by the cluster's name

@@ -48,6 +48,11 @@ class Learner(Protocol):
     """Model, optimizer and schedule on any number of ranks. Every method raises LearnerGone when a rank
     died or did not answer within its bound."""
 
+    @property
+    def nodes(self) -> frozenset[str]:
+        """The machines that its ranks are on, by the cluster's names."""
+        ...
+
     async def start(self, rows: Sequence[EventRow], learner_try: int) -> LearnerReady:
         """Build every rank from the budget event in `rows`; initial weights loaded (update 0)."""
         ...

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from ..statemachine.errors import ClusterTooSmall, ConfigRefused, TimedOut
+from ..statemachine.errors import ClusterTooSmall, ConfigRefused, RunFailedError, TimedOut
 from .rayhost import (
     Folder,
     end,
@@ -96,6 +96,23 @@ class RaySession:
     async def call(self, function: Callable[..., T], *args: Any) -> T:
         """Make a call to Ray that may block, on the session's thread."""
         return await asyncio.wrap_future(self._host.submit(functools.partial(function, *args)))
+
+    @property
+    def node(self) -> str:
+        """Ray's id of the machine that this process is on."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
+    async def draining(self) -> frozenset[str]:
+        """Ray's ids of the nodes that are being drained. Raises RunFailedError if the cluster cannot say."""
+        from ray._private.state import state  # Ray's own trainer asks here; there is no public way
+        from ray.exceptions import RayError
+
+        try:
+            return frozenset(await self.call(state.get_draining_nodes))
+        except (RayError, RuntimeError) as error:
+            raise RunFailedError(f"the Ray cluster does not say which nodes it drains: {error}") from error
 
     async def available(self) -> tuple[float, float]:
         """CPUs and GPUs that this session could use now."""

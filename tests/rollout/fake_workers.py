@@ -43,6 +43,7 @@ class FakeWorker:
 
     def __init__(self, index: int, source: FakeSource) -> None:
         self.index = index
+        self.node = f"node {len(source.spawned)}"
         self.killed = False
         self.loads: list[int] = []
         self.aborted: list[tuple[int, int]] = []

@@ -534,3 +534,47 @@ async def test_every_attempt_is_answered_exactly_once_whatever_dies(seed: int) -
     assert {worker.loads[-1] for worker in source.living} == {version}
     await pool.close()
     listening.cancel()
+
+
+async def test_a_draining_nodes_worker_gets_nothing_new_and_is_replaced_once_it_is_idle() -> None:
+    source = FakeSource()
+    pool = await ready_pool(source, workers=2, groups=2)
+    first, second = source.spawned
+    pool.submit([request(0), request(1)])
+    await settle()
+    assert list(first.work) == [(0, 1)] and list(second.work) == [(1, 1)]
+    pool.drain(frozenset({first.node}))
+    assert pool.free_slots() == 1  # of the other
+    pool.submit([request(2), request(3)])
+    await settle()
+    assert list(first.work) == [(0, 1)], "it gets nothing new"
+    assert list(second.work) == [(1, 1), (2, 1)]
+    assert not first.killed, "what it has begun it may finish"
+    first.finish(0)
+    await settle()
+    assert first.killed and len(source.living) == 2
+    (third,) = (worker for worker in source.living if worker is not second)
+    assert third.loads == [0] and list(third.work) == [(3, 1)], "its place is taken on another node"
+    answers = await pool.answers()
+    assert [type(answer).__name__ for answer in answers] == ["GroupDone", "WorkerLost"]
+    await pool.close()
+
+
+async def test_an_idle_worker_of_a_draining_node_is_replaced_at_once_but_not_in_an_evaluation() -> None:
+    source = FakeSource()
+    pool = await ready_pool(source, workers=1, groups=2)
+    (first,) = source.spawned
+    first.evaluate_as = lambda requests: None  # until it dies
+    evaluating = asyncio.ensure_future(pool.evaluate([request(0)]))
+    await settle()
+    pool.drain(frozenset({first.node}))
+    await settle()
+    assert not first.killed, "it is at work"
+    first.die()
+    await settle()
+    assert [group.prompt_index for group in await evaluating] == [0]
+    (second,) = source.living
+    pool.drain(frozenset({second.node}))
+    await settle()
+    assert second.killed and len(source.living) == 1
+    await pool.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from surefoot.statemachine.crashpoints import watched
 from surefoot.statemachine.errors import Diverged, FencedOut, RunFailedError
+from surefoot.statemachine.log import EventRow
 from surefoot.statemachine.phases import Phase
 from surefoot.statemachine.state import RunState, fold
 
@@ -533,3 +535,27 @@ def test_a_take_over_sweeps_what_older_drivers_left_and_nothing_of_a_newer_one()
     assert stray not in world.disk.groups and "u000003-i0001-009" not in world.disk.checkpoints
     assert world.disk.groups["g0009-0000001.msgpack"] == newer["g0009-0000001.msgpack"]
     assert "u000003-i0009-001" in world.disk.checkpoints
+
+
+@pytest.mark.parametrize("node", ["of ranks", "of the driver"])
+def test_a_drained_node_of_ranks_or_driver_is_a_preemption_in_order(node: str) -> None:
+    world = World(data_len=16)
+
+    def notice(rows: Sequence[EventRow]) -> None:
+        if any(row.type == "UpdateApplied" for row in rows) and world.state().updates == 4:
+            world.draining = frozenset({node})
+
+    world.on_commit = notice
+    outcome = world.run()
+    assert outcome.exit_code == 75 and f"node {node} is being drained" in outcome.message
+    assert world.state().updates in world.state().checkpoints
+    world.draining, world.on_commit = frozenset(), None
+    assert world.run().exit_code == 0
+    assert trained(world) == list(range(16))
+
+
+def test_a_drained_node_of_workers_alone_stops_nothing() -> None:
+    world = World(data_len=16)
+    world.draining = frozenset({"of workers"})
+    assert world.run().exit_code == 0
+    assert world.pool.drained == {"of workers"}

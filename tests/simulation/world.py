@@ -161,6 +161,7 @@ class StandInPool:
         self.loaded: list[tuple[int, str]] = []
         self.started_at_version: dict[tuple[int, int], int] = {}
         self.submitted: list[GroupRequest] = []
+        self.drained: frozenset[str] = frozenset()
         self._queue: asyncio.Queue[Answer | None] = asyncio.Queue()
         self._slots_lost = 0  # of workers that are being replaced
         self._replacing: set[asyncio.Task[None]] = set()
@@ -240,6 +241,9 @@ class StandInPool:
         self._loaded.set()
         self._loaded = asyncio.Event()
 
+    def drain(self, nodes: frozenset[str]) -> None:
+        self.drained = nodes
+
     async def evaluate(self, requests: Sequence[GroupRequest]) -> list[Group]:
         await asyncio.sleep(0.3)
         assert self.weights is not None
@@ -291,6 +295,10 @@ class StandInLearner:
         self._alive = False
         self._snapshot: dict[str, Any] | None = None
         self._snapshot_path = ""
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        return frozenset({"of ranks"} if self._alive else ())
 
     async def start(self, rows: Sequence[EventRow], learner_try: int) -> LearnerReady:
         self.starts += 1
@@ -460,6 +468,7 @@ class World:
         self.not_finite: frozenset[int] = frozenset()
         self.run_id = "sim"
         self.dead = False
+        self.draining: frozenset[str] = frozenset()  # machines that the cluster will take away
         self.on_commit: Callable[[Sequence[EventRow]], None] | None = None
         self.pool: StandInPool
         self.learner: StandInLearner
@@ -543,9 +552,14 @@ class World:
                 version=0, update=0, digest=hashed("weights", hashed("initial")), payload=b"initial"
             ),
             blocking=self._blocking,
+            draining=self._draining,
+            node="of the driver",
         )
         self.driver = Driver(parts, self.budget)
         return self.driver
+
+    async def _draining(self) -> frozenset[str]:
+        return self.draining
 
     async def _blocking(self, function: Callable[..., Any], *args: Any) -> Any:
         self.touch()
