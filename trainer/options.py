@@ -90,6 +90,7 @@ class DataOptions(Section):
     )
     template: str | None = Field(
         default=None,
+        min_length=1,
         description="Jinja template of the prompt over the row's columns, used in place of the tokenizer's "
         "chat template; unset: chat messages go through the tokenizer's, strings stay as they are.",
     )
