@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from ..statemachine.errors import ConfigChanged, ConfigRefused
-from .options import EXCLUSIVE, FREE_FORM, OBJECT, PATHS, Config, Section, may_change
+from .options import EXCLUSIVE, FREE_FORM, OBJECT, PATHS, Config, Section, WrittenPath, may_change
 from .wording import default_of, explain, show, unknown
 
 __all__ = ["Config", "changed", "flatten", "load_config", "option_fields", "refuse_changes"]
@@ -71,11 +71,14 @@ def load_config(
         in_file.discard(key)
     for key in list(dict(flatten(tree))):
         _refuse_unknown(key, tree)
-    _absolute_paths(tree, folder, in_file)
+    written = _absolute_paths(tree, folder, in_file)
+    if isinstance(source, Config):  # its paths were made absolute before, but for those overridden
+        written |= {key: said for key in written if key not in overrides and (said := source.written(key))}
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigRefused(explain(error, _FIELDS, _SECTIONS)) from None
+    config._written.update(written)
     _refuse_contradictions(config)
     return config
 
@@ -237,16 +240,35 @@ def _at(tree: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _absolute_paths(tree: dict[str, Any], folder: Path | None, in_file: set[str]) -> None:
+def _absolute_paths(tree: dict[str, Any], folder: Path | None, in_file: set[str]) -> dict[str, WrittenPath]:
+    """Make paths absolute; what was written, by key."""
+    written: dict[str, WrittenPath] = {}
     for key in PATHS:
         *path, name = key.split(".")
         value = _at(tree, key)
         if not isinstance(value, str) or not value or not is_path(key, value):
             continue
         given = Path(value).expanduser()
-        if folder is not None and key in in_file and (folder / given).exists():
-            given = folder / given
-        _at(tree, ".".join(path))[name] = str(Path.cwd() / given)
+        tried = {str(Path.cwd() / given): "the current folder"}
+        if folder is not None and key in in_file:
+            tried = {str(folder / given): "the config's folder", **tried}
+        if given.is_absolute():
+            tried = {str(given): ""}
+        found = next((one for one in tried if Path(one).exists()), list(tried)[-1])
+        written[key] = WrittenPath(value, tuple(tried.items()))
+        _at(tree, ".".join(path))[name] = found
+    return written
+
+
+def missing_path(config: Config, key: str) -> str | None:
+    """What to say of a path that is not there: as written, and every place it was looked for. None: it is."""
+    path = _at(config.resolved(), key)
+    if not isinstance(path, str) or not is_path(key, path) or Path(path).exists():
+        return None
+    written = config.written(key) or WrittenPath(path, ((path, ""),))
+    tried = " nor ".join(f"{one} ({base})" if base else one for one, base in written.tried)
+    neither = "neither " if len(written.tried) > 1 else "no "
+    return f"{key} = {show(written.text)}: there is {neither}{tried}"
 
 
 def is_path(key: str, value: str) -> bool:

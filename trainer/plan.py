@@ -20,10 +20,10 @@ from ..rollout.rewards import resolve_reward
 from ..rollout.tokens import Tokenizer, load_tokenizer
 from ..rollout.weightfiles import weights_digest
 from ..statemachine.budget import BudgetInputs, resolve_budget, schedule_of
-from ..statemachine.errors import ConfigChanged, ConfigRefused, ModelRefused
+from ..statemachine.errors import ConfigChanged, ConfigRefused, DataRefused, ModelRefused, UserMistake
 from ..statemachine.events import BudgetResolved, RunCreated
 from ..statemachine.schedule import learning_rates
-from .config import changed, refuse_changes
+from .config import changed, missing_path, refuse_changes
 from .options import PATHS, Config
 
 RATES_SHOWN = 24
@@ -53,6 +53,7 @@ def prepare(config: Config, rows: Rows | None = None, reward: Callable[..., Any]
 
     Raises UserMistake's children: DataRefused, ModelRefused, ConfigRefused, BudgetRefused.
     """
+    _refuse_missing(config, data=rows is None)
     architecture = read_architecture(config.model.path)
     tokenizer = load_tokenizer(config.model.path)
     if tokenizer.vocab_size > architecture.vocabulary:
@@ -217,6 +218,20 @@ def shown_steps(optimizer_steps: int, warmup_steps: int) -> list[int]:
 
 def _passed(name: str | None) -> str:
     return "none was passed" if name is None else f"{name} was passed"
+
+
+def _refuse_missing(config: Config, *, data: bool) -> None:
+    """Paths that lead nowhere, in the words of the config; what lies there is looked at later."""
+    read: list[tuple[str, type[UserMistake]]] = [("model.path", ModelRefused)]
+    if data:
+        read.append(("data.source", DataRefused))
+    if config.eval.every_updates is not None:
+        read.append(("eval.source", DataRefused))
+    for key, refused in read:
+        said = missing_path(config, key)
+        if said is not None:
+            what = "a folder written by save_pretrained" if refused is ModelRefused else "another file"
+            raise refused(f"{said}; put it there, or name {what}")
 
 
 def _refuse_long_rows(config: Config, data: LoadedData) -> None:

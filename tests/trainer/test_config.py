@@ -291,6 +291,16 @@ def test_a_path_in_the_file_is_taken_from_its_folder_if_it_is_there(
     assert load_config(path, ["model.path=model"]).model.path == str(current / "model")
 
 
+def test_how_a_path_was_written_is_no_part_of_what_a_config_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative, absolute = load_config(BASE), load_config(BASE, [f"model.path={tmp_path}/model"])
+    assert relative == absolute and relative.resolved() == absolute.resolved()
+    assert relative.written("model.path") != absolute.written("model.path")
+    assert relative != load_config(BASE, ["seed=1"])
+
+
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     assert "no such file" in refusal(tmp_path / "absent.toml")
     assert refusal(tmp_path) == f"config {tmp_path}: is a folder; name a TOML file"

@@ -17,7 +17,7 @@ from surefoot.statemachine.errors import (
     UserMistake,
 )
 from surefoot.statemachine.events import RunCreated
-from surefoot.trainer.config import load_config
+from surefoot.trainer.config import Config, load_config
 from surefoot.trainer.plan import (
     RATES_SHOWN,
     Prepared,
@@ -108,6 +108,49 @@ def test_bad_data_is_refused_with_its_line(base: dict[str, Any]) -> None:
     refusal(DataRefused, base)
     path.unlink()
     refusal(DataRefused, base)
+
+
+def test_a_path_that_leads_nowhere_is_named_as_written_and_as_looked_for(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, current = tmp_path / "configs", tmp_path / "current"
+    beside.mkdir()
+    current.mkdir()
+    monkeypatch.chdir(current)
+    file = beside / "run.toml"
+    file.write_text(f"data.source = 'sums.jsonl'\nmodel.path = '{base['model']['path']}'\n")
+    neither = (
+        f"data.source = 'sums.jsonl': there is neither {beside}/sums.jsonl (the config's folder) nor "
+        f"{current}/sums.jsonl (the current folder); put it there, or name another file"
+    )
+
+    def said(kind: type[UserMistake], config: Config) -> str:
+        with pytest.raises(kind) as caught:
+            prepare(config)
+        return str(caught.value)
+
+    assert said(DataRefused, load_config(file)) == neither
+    assert said(DataRefused, load_config(load_config(file))) == neither  # as the library loads it once more
+    here = f"there is no {current}/sums.jsonl (the current folder); put it there, or name another file"
+    assert said(DataRefused, load_config(file, ["data.source=sums.jsonl"])).endswith(here)
+    monkeypatch.chdir(beside)
+    assert said(DataRefused, load_config(file)).endswith(here.replace(str(current), str(beside)))
+    elsewhere = "eval.source = '/nowhere/held.jsonl': there is no /nowhere/held.jsonl; put it there, or name"
+    assert refusal(DataRefused, base, "eval.every_updates=1", "eval.source=/nowhere/held.jsonl").startswith(
+        elsewhere
+    )
+    assert planned(base, "eval.source=/nowhere/held.jsonl")  # which nobody reads
+    assert refusal(ModelRefused, base, "model.path=some/model") == (
+        f"model.path = 'some/model': there is no {beside}/some/model (the current folder); put it there, or "
+        "name a folder written by save_pretrained"
+    )
+
+
+def test_a_path_out_of_a_log_is_named_as_the_log_has_it(base: dict[str, Any]) -> None:
+    Path(base["data"]["source"]).unlink()
+    resolved = Config.from_resolved(load_config(base).resolved())
+    with pytest.raises(DataRefused, match=f"there is no {base['data']['source']};"):
+        prepare(resolved)
 
 
 def test_a_folder_that_is_no_model_is_refused(base: dict[str, Any], tmp_path: Path) -> None:
