@@ -25,6 +25,7 @@ from ..statemachine.events import BudgetResolved, RunCreated
 from ..statemachine.schedule import learning_rates
 from .config import changed, missing_path, refuse_changes
 from .options import PATHS, Config
+from .slots import local_slots
 
 RATES_SHOWN = 24
 """Learning rates that `plan` prints as text; with --json it prints all."""
@@ -199,7 +200,7 @@ def plan_lines(prepared: Prepared) -> Iterator[str]:
     yield from budget.derivation
     yield (
         f"learning rate: {budget.learning_rate:g}, {budget.schedule_kind}, over optimizer steps 0 to "
-        f"{budget.optimizer_steps_total - 1}"
+        f"{budget.optimizer_steps_total - 1}, counted from 0 (train's display counts those that are done)"
     )
     rates = rates_of(budget)
     for optimizer_step in shown_steps(len(rates), budget.warmup_steps):
@@ -246,6 +247,13 @@ def _refuse_long_rows(config: Config, data: LoadedData) -> None:
 
 
 def _warnings(config: Config, budget: BudgetResolved) -> Iterator[str]:
+    workers, ranks = config.rollout.workers, config.learner.ranks
+    slots = local_slots(config.cluster.slots)
+    if config.cluster.address is None and workers + ranks > slots:
+        yield (
+            f"rollout.workers = {workers} and learner.ranks = {ranks} need {workers + ranks} slots, a local Ray "
+            f"here has {slots}: train will refuse them; raise cluster.slots, or use fewer workers or ranks"
+        )
     if config.algorithm.drop_no_spread and budget.prompts_unused == 0:
         yield (
             "algorithm.drop_no_spread is on and no prompts are to spare: groups that are dropped cannot be "

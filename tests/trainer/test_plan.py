@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -27,6 +30,7 @@ from surefoot.trainer.plan import (
     prepare,
     shown_steps,
 )
+from surefoot.trainer.slots import local_slots
 
 from .models import write_model, write_rows
 
@@ -87,6 +91,14 @@ def test_the_plan_as_text_has_the_derivation_line_by_line(base: dict[str, Any]) 
     for line in prepared.budget.derivation:
         assert line in lines
     assert [line for line in lines if line.startswith("  optimizer step")][-1].split()[-1] == "4.951557e-02"
+
+
+def test_the_plan_says_from_which_number_optimizer_steps_are_counted(base: dict[str, Any]) -> None:
+    (heading,) = [line for line in plan_lines(planned(base)) if line.startswith("learning rate")]
+    assert heading == (
+        "learning rate: 1, cosine, over optimizer steps 0 to 6, counted from 0 (train's display counts those "
+        "that are done)"
+    )
 
 
 def test_of_many_learning_rates_the_text_shows_some_with_peak_and_ends() -> None:
@@ -187,6 +199,42 @@ def test_a_filter_without_prompts_to_spare_makes_the_total_an_upper_bound(base: 
     assert planned(base, on).warnings == []  # 30 prompts, 28 needed
     (warning,) = planned(base, on, "data.max_prompts=28").warnings
     assert "upper bound" in warning and "7 optimizer steps" in warning
+
+
+def test_more_workers_and_ranks_than_a_local_ray_has_slots_are_warned_of(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["rollout.workers=3", "learner.ranks=2"]
+    assert planned(base, *asked, "cluster.slots=5").warnings == []
+    (warning,) = planned(base, *asked, "cluster.slots=4").warnings
+    assert warning == (
+        "rollout.workers = 3 and learner.ranks = 2 need 5 slots, a local Ray here has 4: train will refuse "
+        "them; raise cluster.slots, or use fewer workers or ranks"
+    )
+    assert f"warning: {warning}" in list(plan_lines(planned(base, *asked, "cluster.slots=4")))
+    # another cluster's size is not known here
+    assert planned(base, *asked, "cluster.slots=4", "cluster.address=host:6379").warnings == []
+    for cores, slots in ((1, 8), (3, 12)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert planned(base, f"rollout.workers={slots - 1}").warnings == []
+        assert f"here has {slots}:" in planned(base, f"rollout.workers={slots}").warnings[0]
+
+
+def test_a_local_ray_is_started_with_the_slots_that_the_plan_counts_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from surefoot.trainer.raysession import _Host
+
+    asked: list[int] = []
+    ray = SimpleNamespace(init=lambda **options: asked.append(options["num_cpus"]))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr("surefoot.trainer.raysession.loopback", contextlib.nullcontext)  # for Ray's own sake
+    for slots in (None, 3):
+        host = _Host()
+        host._start(slots)
+        assert host._folder is not None
+        host._folder.remove()
+    assert asked == [local_slots(None), 3]
 
 
 def test_rows_and_rewards_passed_as_objects_are_recorded_by_name(base: dict[str, Any]) -> None:
