@@ -251,8 +251,9 @@ def _warnings(config: Config, budget: BudgetResolved) -> Iterator[str]:
     slots = local_slots(config.cluster.slots)
     if config.cluster.address is None and workers + ranks > slots:
         yield (
-            f"rollout.workers = {workers} and learner.ranks = {ranks} need {workers + ranks} slots, a local Ray "
-            f"here has {slots}: train will refuse them; raise cluster.slots, or use fewer workers or ranks"
+            f"rollout.workers = {workers} and learner.ranks = {ranks} need {workers + ranks} slots, a local "
+            f"Ray here has {slots}: train will refuse them; raise cluster.slots, or use fewer workers or "
+            "ranks"
         )
     if config.algorithm.drop_no_spread and budget.prompts_unused == 0:
         yield (

@@ -245,6 +245,7 @@ def _place(config: ConfigSource, name: str | None, runs_dir: Path, db: str | Non
 
 def _outcome_if_over(place: Place, prepared: Prepared, take_over: bool) -> Outcome | None:
     """The outcome of a run that is over for good. Refuses here what needs no Ray to refuse."""
+    place.refuse_unusable()
     if not place.exists():
         return None
     try:
