@@ -41,6 +41,10 @@ class CheckpointFiles(Protocol):
         ...
 
 
+def unheard(text: str) -> None:
+    """Where nobody is told what is being waited for."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """Everything a driver works with."""
@@ -54,3 +58,4 @@ class Parts:
     prompts: Prompts
     initial_weights: Callable[[], Published]  # version 0
     blocking: Blocking  # files; the journal has a thread of its own
+    waiting: Callable[[str], None] = unheard  # told what is being waited for, where it may take long

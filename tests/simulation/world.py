@@ -465,6 +465,7 @@ class World:
         self.learner: StandInLearner
         self.driver: Driver
         self.lives = 0
+        self.waited_for: list[str] = []  # in words, of every life
 
     # -- what stand-ins ask ---------------------------------------------------------------------------
 
@@ -543,6 +544,7 @@ class World:
                 version=0, update=0, digest=hashed("weights", hashed("initial")), payload=b"initial"
             ),
             blocking=self._blocking,
+            waiting=self.waited_for.append,
         )
         self.driver = Driver(parts, self.budget)
         return self.driver
