@@ -169,7 +169,10 @@ def _parquet(path: Path) -> Iterator[RawRow]:
                     yield RawRow(place, {key: plain(value, place, key) for key, value in row.items()})
     except (pyarrow.ArrowException, OSError) as error:
         raise DataRefused(
-            f"{path} cannot be read after row {number}: {_one_line(error)}", file=str(path), row=number
+            f"{path} cannot be read after row {number}: {_one_line(error)}; write it again, or name "
+            "another file",
+            file=str(path),
+            row=number,
         ) from error
 
 

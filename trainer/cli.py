@@ -188,13 +188,14 @@ def samples(
     with place.reading() as opened:
         source = SampleSource.of(opened.read(name))
     tokenizer = load_tokenizer(source.config.model.path)
-    store = FsspecGroupStore(place.storage_url(source.config))
+    where = place.storage_url(source.config)
+    store = FsspecGroupStore(where)
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     for number, prompt_index, attempt in source.chosen(update, group):
-        _print(sample_lines(number, source.read(store, prompt_index, attempt), decode))
+        _print(sample_lines(number, source.read(store, prompt_index, attempt, where), decode))
     return 0
 
 

@@ -17,6 +17,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from ..rollout.tasks import GENERATED, task_name
 from ..statemachine.errors import ConfigChanged, ConfigRefused
 from .options import EXCLUSIVE, FREE_FORM, OBJECT, PATHS, Config, Section, WrittenPath, may_change
 from .wording import default_of, explain, show, unknown
@@ -279,6 +280,11 @@ def is_path(key: str, value: str) -> bool:
 def _refuse_contradictions(config: Config) -> None:
     data = config.data
     generated = not is_path("data.source", data.source) and not data.source.startswith(OBJECT)
+    if generated and task_name(data.source) is None:
+        raise ConfigRefused(
+            f"data.source = {show(data.source)}: must be '{GENERATED}TASK', or the path of a .jsonl or "
+            ".parquet file"
+        )
     if not generated:
         for name, value in (("size", data.size), ("options", data.options)):
             if value:

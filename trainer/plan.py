@@ -55,6 +55,7 @@ def prepare(config: Config, rows: Rows | None = None, reward: Callable[..., Any]
     Raises UserMistake's children: DataRefused, ModelRefused, ConfigRefused, BudgetRefused.
     """
     _refuse_missing(config, data=rows is None)
+    _refuse_storage(config)
     architecture = read_architecture(config.model.path)
     tokenizer = load_tokenizer(config.model.path)
     if tokenizer.vocab_size > architecture.vocabulary:
@@ -233,6 +234,24 @@ def _refuse_missing(config: Config, *, data: bool) -> None:
         if said is not None:
             what = "a folder written by save_pretrained" if refused is ModelRefused else "another file"
             raise refused(f"{said}; put it there, or name {what}")
+
+
+def _refuse_storage(config: Config) -> None:
+    """A file system that is none, or whose package is not there, would be met only by the run's workers."""
+    from fsspec import get_filesystem_class
+    from fsspec.core import split_protocol
+
+    url = config.storage.url
+    protocol = None if url is None else split_protocol(url)[0]
+    if url is None or protocol is None or "::" in url:  # a folder; or a chain, which is fsspec's to read
+        return
+    try:
+        get_filesystem_class(protocol)
+    except (ValueError, ImportError) as error:
+        raise ConfigRefused(
+            f"storage.url = {url!r}: {' '.join(str(error).split())}; name a folder or a URL that fsspec "
+            "opens here"
+        ) from None
 
 
 def _refuse_long_rows(config: Config, data: LoadedData) -> None:

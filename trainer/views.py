@@ -17,7 +17,15 @@ import msgspec
 from ..rollout.packing import unpack_i32
 from ..rollout.protocols import Group, GroupStore, StoredFile
 from ..statemachine.audit import AuditReport
-from ..statemachine.errors import LogBroken, LogError, RunInUse, RunUnknown, SurefootError, UserMistake
+from ..statemachine.errors import (
+    GroupUnusable,
+    LogBroken,
+    LogError,
+    RunInUse,
+    RunUnknown,
+    SurefootError,
+    UserMistake,
+)
 from ..statemachine.events import (
     END_EVENTS,
     FilesRetired,
@@ -298,15 +306,24 @@ class SampleSource:
             "groups.keep = 'all' keeps them"
         )
 
-    def read(self, store: GroupStore, prompt_index: int, attempt: int) -> Group:
-        """One group. Raises UserMistake if its file was retired, GroupUnusable."""
+    def read(self, store: GroupStore, prompt_index: int, attempt: int, where: str = "its store") -> Group:
+        """One group; `where` names the store. Raises UserMistake if its file was retired, GroupUnusable."""
         file, stored = self.places[prompt_index, attempt]
         if file in self.retired:
             raise UserMistake(
                 f"group {prompt_index}: its file {file} was deleted once every kept checkpoint covered it; "
                 "groups.keep = 'all' keeps them, or name a later --update"
             )
-        return store.read(StoredFile(file=file, offset=stored.offset, size=stored.size, digest=stored.digest))
+        try:
+            return store.read(
+                StoredFile(file=file, offset=stored.offset, size=stored.size, digest=stored.digest)
+            )
+        except GroupUnusable as error:
+            raise GroupUnusable(
+                f"group {prompt_index}: {error} in {where}; put the file back, or name another --update",
+                file=file,
+                prompt_index=prompt_index,
+            ) from error
 
 
 def span(numbers: Collection[int]) -> str:

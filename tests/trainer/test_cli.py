@@ -141,8 +141,6 @@ def test_set_on_one_of_two_exclusive_keys_takes_the_others_place(shell: Shell, c
         (["plan"], ["CONFIG"]),
         (["plan", "sums.toml", "--bogus"], ["--bogus"]),
         (["train", "sums.toml", "--run", "../up"], ["../up"]),
-        (["train", "sums.toml", "--runs-dir", "rows.jsonl"], ["rows.jsonl is a file", "--runs-dir"]),
-        (["train", "sums.toml", "--runs-dir", "rows.jsonl/deep"], ["rows.jsonl is a file", "--runs-dir"]),
         (["plan", "."], ["config .: is a folder"]),
         (["runs", "--runs-dir", "nowhere"], ["/nowhere, which does not exist", "--runs-dir"]),
         (["runs", "--runs-dir", "rows.jsonl"], ["/rows.jsonl, which is a file", "--runs-dir"]),
@@ -155,7 +153,7 @@ def test_set_on_one_of_two_exclusive_keys_takes_the_others_place(shell: Shell, c
         ),
         (["log", "a", "--db", ""], ["'' names no database"]),
         (["samples", "a", "--update", "last"], ["--update last: must be a valid integer; give another"]),
-        (["train", "sums.toml", "--set", "batch.prompts=31"], ["30", "31"]),
+        (["train", "sums.toml", "--set", "batch.promts=4"], ["batch.promts", "batch.prompts"]),
         (["log", "absent"], ["absent", "surefoot runs"]),
         (["samples", "absent"], ["absent"]),
         (["audit", "absent"], ["absent"]),
@@ -172,6 +170,27 @@ def test_a_users_mistake_is_one_line_exit_code_2_and_nothing_changed(
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
     error = shell.refused(*arguments)
+    for part in said:
+        assert part in error
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "batch.prompts=31"], ["30", "31"]),
+        (["--set", "data.source=none.jsonl"], ["none.jsonl"]),
+        (["--runs-dir", "rows.jsonl"], ["rows.jsonl is a file", "--runs-dir"]),
+        (["--runs-dir", "rows.jsonl/deep"], ["rows.jsonl is a file", "--runs-dir"]),
+    ],
+)
+def test_a_mistake_that_train_finds_as_it_checks_is_one_line_below_that_it_checks(
+    shell: Shell, config: Path, tmp_path: Path, arguments: list[str], said: list[str]
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    code, out, error = shell("train", "sums.toml", *arguments)
+    assert (code, out) == (2, "checking config and data\n")
+    assert error.startswith("surefoot: ") and error.count("\n") == 1
     for part in said:
         assert part in error
     assert sorted(tmp_path.rglob("*")) == before
@@ -517,12 +536,35 @@ def test_samples_that_were_retired_are_said_to_be(shell: Shell, tmp_path: Path) 
         retired.read(FsspecGroupStore(tmp_path / "runs/a"), 0, 1)
 
 
+def test_a_missing_group_file_is_named_with_its_place_and_the_way_out(shell: Shell, tmp_path: Path) -> None:
+    sampled(tmp_path)
+    for path in (tmp_path / "runs/a/groups").iterdir():
+        path.unlink()
+    code, out, error = shell("samples", "a")
+    assert (code, out) == (1, "")
+    assert re.fullmatch(
+        rf"surefoot: group 4: group file \w+ at byte 0 is missing in {tmp_path}/runs/a; put the file back, "
+        r"or name another --update\n",
+        error,
+    )
+
+
 def test_a_damaged_group_file_is_an_error_of_one_line(shell: Shell, tmp_path: Path) -> None:
     sampled(tmp_path)
     for path in (tmp_path / "runs/a/groups").iterdir():
         path.write_bytes(b"\0" * path.stat().st_size)
     code, _, error = shell("samples", "a")
     assert code == 1 and error.count("\n") == 1 and "damaged" in error
+
+
+def test_an_export_of_a_missing_checkpoint_says_what_is_kept(shell: Shell, tmp_path: Path) -> None:
+    told(Story().began().completed())
+    code, _, error = shell("export", "a", "out")
+    assert code == 1 and error == (
+        f"surefoot: checkpoint c: manifest.json is missing in {tmp_path}/runs/a: put it back, or name "
+        "another --update (kept are the checkpoints of: 4; 0 is the starting weights)\n"
+    )
+    assert not (tmp_path / "out").exists()
 
 
 # -- audit ----------------------------------------------------------------------------------------------

@@ -310,6 +310,10 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_keys_of_generated_tasks_are_refused_for_files_and_needed_otherwise() -> None:
     assert refusal(BASE, "data.source=rows.jsonl").startswith("data.size = 10: is for generated tasks only")
     assert refusal(BASE, "data.size=none").startswith("data.size is not set")
+    other = (
+        "data.source = 'other:task': must be 'reasoning_gym:TASK', or the path of a .jsonl or .parquet file"
+    )
+    assert refusal(BASE, "data.source=other:task") == other
     rows = {"data": {"source": "rows.jsonl"}, "model": BASE["model"]}
     assert "eval.source" in refusal(rows, "eval.every_updates=2")
     assert load_config({"model": BASE["model"]}, rows="mine").data.source == "object:mine"

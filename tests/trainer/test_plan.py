@@ -177,6 +177,31 @@ def test_a_folder_that_is_no_model_is_refused(base: dict[str, Any], tmp_path: Pa
     assert "97" in refusal(ModelRefused, base, f"model.path={small}")
 
 
+def test_weights_that_were_cut_short_are_refused_before_anything_starts(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "model" / "model.safetensors"
+    whole = path.read_bytes()
+    for torn in (whole[:-1], whole + b"x", whole[:20], b"", b"no weights at all"):
+        path.write_bytes(torn)
+        message = refusal(ModelRefused, base)
+        assert str(path) in message and message.endswith("it is torn; copy the model again"), torn
+    path.write_bytes(whole[:-1])
+    assert f"is {len(whole) - 1} bytes long where its header says {len(whole)}" in refusal(ModelRefused, base)
+    path.write_bytes(whole)
+    assert planned(base)
+
+
+def test_storage_that_nothing_here_opens_is_refused_before_anything_starts(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
+    assert refusal(ConfigRefused, base, "storage.url=nope://bucket").startswith(
+        "storage.url = 'nope://bucket': Protocol not known: nope; name a folder"
+    )
+    for url in (str(tmp_path), "memory://bucket", f"simplecache::file://{tmp_path}"):
+        assert planned(base, f"storage.url={url}")
+
+
 def test_a_prompt_that_does_not_fit_the_context_is_refused(base: dict[str, Any]) -> None:
     message = refusal(DataRefused, base, "rollout.max_new_tokens=125")
     assert "125" in message and "128" in message
