@@ -55,11 +55,11 @@ def load_rows(
     if not rows and reader.filtered:
         raise DataRefused(
             f"data.max_prompt_tokens = {max_prompt_tokens} leaves none of {reader.filtered} rows: the "
-            f"shortest prompt has {reader.shortest} tokens"
+            f"shortest prompt has {reader.shortest} tokens; raise it to that or more"
         )
     if not rows:
         said = f"data.source = {str(source)!r}" if is_file(source) else "the list of rows"
-        raise DataRefused(f"{said} has no rows: there must be at least one")
+        raise DataRefused(f"{said} has no rows: there must be at least one; add some, or name other data")
     return LoadedData(rows=rows, filtered=reader.filtered, digest=digest_rows(rows))
 
 
@@ -262,7 +262,10 @@ class _RowReader:
 
     def _check_fits(self, place: str, ids: list[int]) -> None:
         if not ids:
-            raise DataRefused(f"{place}: its prompt is empty, and there is nothing to generate from")
+            raise DataRefused(
+                f"{place}: its prompt is empty, and there is nothing to generate from; fill it, or take the "
+                "row out"
+            )
         context = self._tokenizer.context_length
         if context is not None and len(ids) + self._max_new_tokens > context:
             room = context - self._max_new_tokens
@@ -278,7 +281,10 @@ def _checked_prompt(place: str, fields: dict[str, Any], needs_answer: bool) -> s
     """The row's prompt, a string or chat messages. Raises DataRefused."""
     if "prompt" not in fields:
         has = ", ".join(sorted(fields)) or "nothing"
-        raise DataRefused(f"{place} has no prompt (it has {has}): name the column that holds it prompt")
+        raise DataRefused(
+            f"{place} has no prompt (it has {has}): every row needs a column of that name; rename the one "
+            "that holds the prompt"
+        )
     prompt = fields["prompt"]
     if isinstance(prompt, list):
         for message in prompt:
@@ -290,9 +296,12 @@ def _checked_prompt(place: str, fields: dict[str, Any], needs_answer: bool) -> s
                     f"{_short(message)}"
                 )
         if not prompt:
-            raise DataRefused(f"{place}: its prompt has no messages")
+            raise DataRefused(f"{place}: its prompt has no messages; give it one, or take the row out")
     elif not isinstance(prompt, str):
-        raise DataRefused(f"{place}: its prompt is {_short(prompt)}, not a string and not chat messages")
+        raise DataRefused(
+            f"{place}: its prompt is {_short(prompt)}, not a string and not chat messages; make it one "
+            "of the two"
+        )
     if needs_answer:
         answer = fields.get("answer")
         if not isinstance(answer, str | int | float) or (isinstance(answer, str) and not answer.strip()):

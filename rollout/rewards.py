@@ -55,7 +55,9 @@ def resolve_reward(
         ) from error
     for part in path.split("."):
         if not hasattr(found, part):
-            raise ConfigRefused(f"{said}: {module_name} has no {path}", key="reward.function")
+            raise ConfigRefused(
+                f"{said}: {module_name} has no {path}; name a function that it has", key="reward.function"
+            )
         found = getattr(found, part)
     if not callable(found):
         raise ConfigRefused(

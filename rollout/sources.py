@@ -139,14 +139,16 @@ def _json_lines(path: Path) -> Iterator[RawRow]:
             if not line.strip():
                 continue
             try:
-                fields = json.loads(line.decode("utf-8-sig"), parse_constant=_no_constant)
+                fields = json.loads(line.decode("utf-8-sig").rstrip(), parse_constant=_no_constant)
             except (ValueError, RecursionError) as error:
                 raise DataRefused(
-                    f"{place} is no JSON: {_one_line(error)}", file=str(path), line=line_number
+                    f"{place} is no JSON: {_what_is_wrong(error)}; {_WAY_OUT}",
+                    file=str(path),
+                    line=line_number,
                 ) from error
             if not isinstance(fields, dict):
                 raise DataRefused(
-                    f"{place} is a JSON {type(fields).__name__}: each line must be an object with a prompt",
+                    f"{place} is a JSON {type(fields).__name__}; {_WAY_OUT}",
                     file=str(path),
                     line=line_number,
                 )
@@ -167,8 +169,23 @@ def _parquet(path: Path) -> Iterator[RawRow]:
                     yield RawRow(place, {key: plain(value, place, key) for key, value in row.items()})
     except (pyarrow.ArrowException, OSError) as error:
         raise DataRefused(
-            f"{path} cannot be read after row {number}: {_one_line(error)}", file=str(path), row=number
+            f"{path} cannot be read after row {number}: {_one_line(error)}; write it again, or name "
+            "another file",
+            file=str(path),
+            row=number,
         ) from error
+
+
+_WAY_OUT = "correct that line: each is one JSON object, a row with its prompt"
+
+
+def _what_is_wrong(error: Exception) -> str:
+    """In words without a line number: the decoder has seen one line only, and counts that as its first."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg[:1].lower()}{error.msg[1:].removesuffix(' at')} at character {error.colno}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start + 1} is no UTF-8"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else _one_line(error)
 
 
 def _no_constant(name: str) -> None:

@@ -59,7 +59,8 @@ def make_task(name: str, *, size: int, seed: int, options: dict[str, Any]) -> An
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **options)
     except Exception as error:  # tasks check their options with bare asserts
         raise ConfigRefused(
-            f"data.options = {options!r} does not suit the task {name}: {_one_line(error)}",
+            f"data.options = {options!r} does not suit the task {name}: {_one_line(error)}; take that out, "
+            "or give what the task takes",
             key="data.options",
         ) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -39,12 +40,38 @@ def weight_files(folder: str | Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def _refuse_torn(path: Path, file: BinaryIO) -> None:
+    """Refuse a file whose length is not what its header says, as a download that was cut short leaves it.
+
+    The format: eight bytes of the header's length, the header in JSON, the tensors' bytes.
+    """
+    size = path.stat().st_size
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        header: dict[str, Any] = json.loads(file.read(length)) if length <= size else {}
+        said = (
+            8
+            + length
+            + max(
+                (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
+                default=0,
+            )
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        said = None
+    file.seek(0)
+    if said != size:
+        what = "no safetensors file" if said is None else f"{size} bytes long where its header says {said}"
+        raise ModelRefused(f"{path} is {what}: it is torn; copy the model again", path=str(path.parent))
+
+
 def weights_digest(folder: str | Path) -> str:
     """xxh3-128 over the bytes of the weight files, in order of name. Raises ModelRefused."""
     hashed = xxhash.xxh3_128()
     for path in weight_files(folder):
         try:
             with path.open("rb") as file:
+                _refuse_torn(path, file)
                 while chunk := file.read(_CHUNK_BYTES):
                     hashed.update(chunk)
         except OSError as error:

@@ -122,7 +122,10 @@ def _open_sqlite(path: Path, *, writable: bool) -> Database:
             raise UserMistake(f"{path.parent} cannot hold a log ({error}): choose another folder") from error
         writer = _sqlite_engine(lambda: _connect_writer(path, "DELETE" if filesystem else "WAL"), _IMMEDIATE)
     elif not path.is_file():
-        raise RunUnknown(f"there is no log at {path}: `surefoot runs` lists the runs that there are")
+        raise RunUnknown(
+            f"there is no log at {path}: name another with --db; without it `surefoot runs` lists "
+            "those of a folder"
+        )
     return Database(str(path), _sqlite_engine(lambda: _connect_reader(path), "BEGIN"), writer, _IMMEDIATE)
 
 

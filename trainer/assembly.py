@@ -5,7 +5,7 @@ Imported when a run really starts, so that no other command pays for Ray.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 
@@ -57,7 +57,12 @@ def first_event(prepared: Prepared) -> RunCreated:
 
 
 def assemble(
-    place: Place, prepared: Prepared, journal: Journal, session: RaySession, blocking: Blocking
+    place: Place,
+    prepared: Prepared,
+    journal: Journal,
+    session: RaySession,
+    blocking: Blocking,
+    waiting: Callable[[str], None],
 ) -> Parts:
     """The parts of one driver, none of them started."""
     config = prepared.config
@@ -81,6 +86,7 @@ def assemble(
         blocking=blocking,
         draining=session.draining,
         node=session.node,
+        waiting=waiting,
     )
 
 

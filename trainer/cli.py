@@ -12,13 +12,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..statemachine.errors import RunUnknown, SurefootError, UserMistake
+from ..statemachine.errors import SurefootError, UserMistake
+from .places import RUNS
 
 FAILED, MISTAKE, PREEMPTED = 1, 2, 75
 FOLLOW_SECONDS = 0.2
@@ -34,7 +34,9 @@ app = typer.Typer(
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="A TOML file; docs/config.md lists its keys.")
 ]
-MoreSets = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", hidden=True)]
+MoreSets = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="More overrides, each as if after a --set.")
+]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; may be given again.")
 ]
@@ -48,8 +50,6 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 Update = Annotated[
     int | None, typer.Option("--update", metavar="K", help="The update; the last one unless given.")
 ]
-
-RUNS = Path("runs")
 
 
 @app.command()
@@ -112,20 +112,17 @@ def train(
 
 @app.command()
 def runs(as_json: AsJson = False, runs_dir: RunsDir = RUNS, db: Database = None, debug: Debug = False) -> int:
-    """List the runs: phase, step x of y, age of the last event."""
+    """List the runs: phase, step x of y, age of the last event, whether a driver has them."""
     from .places import all_places
-    from .views import run_view, runs_table
+    from .views import runs_lines, view_of
 
-    views = []
-    for place in all_places(runs_dir, db):
-        with suppress(RunUnknown), place.reading() as log:  # a database may be there before its run is
-            views.append(run_view(place.run, log.read(place.run)))
+    views = [view for place in all_places(runs_dir, db) if (view := view_of(place)) is not None]
     if as_json:
         _print_json(views)
     elif views:
-        _print(runs_table(views))
+        _print(runs_lines(views))
     else:
-        _print([f"no runs in {db or runs_dir}"])
+        _print([f"no runs yet in {runs_dir if db is None else 'this database'}: `surefoot train` begins one"])
     return 0
 
 
@@ -146,22 +143,23 @@ def log(
 
     from ..statemachine.log import follow as follow_log
     from .places import Place
-    from .views import END_TYPES, row_json, row_line
+    from .views import END_TYPES, refuse_to_wait, row_json, row_line
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10**6
-    last_type = ""
+    last_type, last_seq = "", 0
 
     def wait() -> bool:
         if not follow or last_type in END_TYPES:
             return False
         sys.stdout.flush()
+        refuse_to_wait(opened.head(name), last_seq)
         time.sleep(FOLLOW_SECONDS)
         return True
 
     with Place(name, runs_dir, db).reading() as opened:
         try:
             for row in follow_log(opened, name, wait=wait):
-                last_type = row.type
+                last_type, last_seq = row.type, row.seq
                 print(row_json(row) if as_json else row_line(row, width))
         except KeyboardInterrupt:
             if not follow:
@@ -190,13 +188,14 @@ def samples(
     with place.reading() as opened:
         source = SampleSource.of(opened.read(name))
     tokenizer = load_tokenizer(source.config.model.path)
-    store = FsspecGroupStore(place.storage_url(source.config))
+    where = place.storage_url(source.config)
+    store = FsspecGroupStore(where)
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     for number, prompt_index, attempt in source.chosen(update, group):
-        _print(sample_lines(number, source.read(store, prompt_index, attempt), decode))
+        _print(sample_lines(number, source.read(store, prompt_index, attempt, where), decode))
     return 0
 
 
@@ -296,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(error: BaseException) -> int:
     if isinstance(error, typer.TyperException):
-        message, code = error.format_message(), MISTAKE
+        message, code = _mistyped(error) or error.format_message(), MISTAKE
     elif isinstance(error, SurefootError):
         message, code = str(error), MISTAKE if isinstance(error, UserMistake) else FAILED
     elif isinstance(error, KeyboardInterrupt):
@@ -305,6 +304,17 @@ def _report(error: BaseException) -> int:
         message, code = f"{type(error).__name__}: {error} (--debug shows where)", FAILED
     print(f"surefoot: {' '.join(message.split())}", file=sys.stderr)
     return code
+
+
+def _mistyped(error: typer.TyperException) -> str | None:
+    """What is said of an option's value of the wrong type, which the message of typer does not name."""
+    from pydantic import ValidationError
+
+    if not isinstance(error.__cause__, ValidationError) or not isinstance(error, typer.BadParameter):
+        return None
+    first, option = error.__cause__.errors()[0], error.param.get_error_hint() if error.param else "value"
+    rule = first["msg"].partition(",")[0].removeprefix("Input ").replace("should be", "must be")
+    return f"{option.strip(chr(39))} {first['input']}: {rule}; give another"
 
 
 def _sets(sets: list[str] | None, more: list[str] | None) -> list[str]:

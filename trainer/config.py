@@ -9,7 +9,6 @@ like every relative path in a dict or an override, from the current folder.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +17,10 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from ..rollout.tasks import GENERATED, task_name
 from ..statemachine.errors import ConfigChanged, ConfigRefused
-from .options import EXCLUSIVE, FREE_FORM, OBJECT, PATHS, Config, Section, may_change
+from .options import EXCLUSIVE, FREE_FORM, OBJECT, PATHS, Config, Section, WrittenPath, may_change
+from .wording import default_of, explain, show, unknown
 
 __all__ = ["Config", "changed", "flatten", "load_config", "option_fields", "refuse_changes"]
 
@@ -62,7 +63,7 @@ def load_config(
     given = dict(flatten(tree))
     for mine, other in EXCLUSIVE:
         if given.get(mine) is not None and given.get(other) is not None:
-            both = f"{mine} = {_show(given[mine])} and {other} = {_show(given[other])}"
+            both = f"{mine} = {show(given[mine])} and {other} = {show(given[other])}"
             raise ConfigRefused(f"{both}: only one of the two can hold; take one out")
     in_file = {key for key in PATHS if key in given}
     overrides = _overrides(sets)
@@ -71,11 +72,14 @@ def load_config(
         in_file.discard(key)
     for key in list(dict(flatten(tree))):
         _refuse_unknown(key, tree)
-    _absolute_paths(tree, folder, in_file)
+    written = _absolute_paths(tree, folder, in_file)
+    if isinstance(source, Config):  # its paths were made absolute before, but for those overridden
+        written |= {key: said for key in written if key not in overrides and (said := source.written(key))}
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigRefused(_explain(error)) from None
+        raise ConfigRefused(explain(error, _FIELDS, _SECTIONS)) from None
+    config._written.update(written)
     _refuse_contradictions(config)
     return config
 
@@ -93,7 +97,7 @@ def option_fields(
 
 
 _FIELDS = {key: field for key, field, _ in option_fields()}
-_SECTIONS = {key.rpartition(".")[0] for key in _FIELDS} | {"optim"}
+_SECTIONS = frozenset({key.rpartition(".")[0] for key in _FIELDS} | {"optim"}) - {""}
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -130,7 +134,7 @@ def refuse_changes(run: str, forbidden: Mapping[str, tuple[Any, Any]]) -> None:
     key, (old, new) = next(iter(forbidden.items()))
     more = f" (and {', '.join(list(forbidden)[1:])})" if len(forbidden) > 1 else ""
     raise ConfigChanged(
-        f"{key} = {_show(new)}{more}, but run {run!r} was started with {_show(old)}: what fixes a run's "
+        f"{key} = {show(new)}{more}, but run {run!r} was started with {show(old)}: what fixes a run's "
         "accounting or numbers cannot change; set it back, or start another run with --new",
         run=run,
         keys=list(forbidden),
@@ -142,6 +146,8 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_bytes().decode()
     except FileNotFoundError:
         raise ConfigRefused(f"config {path}: no such file; name a TOML file") from None
+    except IsADirectoryError:
+        raise ConfigRefused(f"config {path}: is a folder; name a TOML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigRefused(
             f"config {path}: cannot be read as UTF-8 text ({error}); name a TOML file"
@@ -157,7 +163,7 @@ def _overrides(sets: Sequence[str]) -> dict[str, Any]:
     for text in sets:
         key, equals, value = text.partition("=")
         key = key.strip()
-        if not equals or not key:
+        if not equals or not all(key.split(".")):
             raise ConfigRefused(f"--set {text}: must be key=value, as in --set optim.lr=1e-5")
         values[key] = _value(key, value.strip())
     for mine, other in EXCLUSIVE:
@@ -171,7 +177,7 @@ def _value(key: str, text: str) -> Any:
         return None
     try:
         tree = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # no TOML, or a number of too many digits
         return text
     # More than the one key means that the text holds a line of its own: it is no value.
     return tree["value"] if list(tree) == ["value"] else text
@@ -192,7 +198,7 @@ def _override(tree: dict[str, Any], key: str, value: Any) -> None:
         inner = tree.setdefault(step, {})
         if not isinstance(inner, dict):
             raise ConfigRefused(
-                f"--set {key}: {step} = {_show(inner)} is not a table; correct the config file"
+                f"--set {key}: {step} = {show(inner)} is not a table; correct the config file"
             )
         tree = inner
     tree[name] = value
@@ -212,37 +218,20 @@ def _refuse_unknown(key: str, tree: Mapping[str, Any]) -> None:
     if key in _FIELDS:
         return
     value = _at(tree, key)
-    if key in _SECTIONS or not key.strip("."):
+    if key in _SECTIONS:
         if isinstance(value, Mapping):
             return  # an empty table
-        raise ConfigRefused(f"{key} = {_show(value)}: {key} is a table; write [{key}] and its keys below it")
+        raise ConfigRefused(f"{key} = {show(value)}: {key} is a table; write [{key}] and its keys below it")
     if any(key.startswith(f"{free}.") for free in FREE_FORM):
         return
     leaf = key.rpartition(".")[2]
     if leaf in _FULL_DISTRIBUTION_ONLY:
         raise ConfigRefused(
-            f"{key} = {_show(value)}: training samples from the full distribution scaled by "
+            f"{key} = {show(value)}: training samples from the full distribution scaled by "
             "rollout.temperature, because under any other the engine's log-probabilities are not the "
             "learner's; take it out"
         )
-    raise ConfigRefused(f"{key} is no key of the config; the nearest is {_nearest(key)}")
-
-
-def _nearest(key: str) -> str:
-    section, _, leaf = key.rpartition(".")
-
-    def likeness(candidate: str) -> float:
-        other_section, _, other_leaf = candidate.rpartition(".")
-        words, other_words = set(leaf.split("_")), set(other_leaf.split("_"))
-        if leaf == other_leaf or "".join(word[:1] for word in leaf.split("_")) == other_leaf:
-            last = 1.0  # another section's, or written out: learning_rate for lr
-        elif words < other_words or other_words < words:
-            last = 0.9
-        else:
-            last = difflib.SequenceMatcher(None, leaf, other_leaf).ratio()
-        return 2 * last + difflib.SequenceMatcher(None, section, other_section).ratio()
-
-    return max(_FIELDS, key=likeness)
+    raise ConfigRefused(unknown(key, _FIELDS))
 
 
 def _at(tree: Mapping[str, Any], key: str) -> Any:
@@ -252,16 +241,35 @@ def _at(tree: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _absolute_paths(tree: dict[str, Any], folder: Path | None, in_file: set[str]) -> None:
+def _absolute_paths(tree: dict[str, Any], folder: Path | None, in_file: set[str]) -> dict[str, WrittenPath]:
+    """Make paths absolute; what was written, by key."""
+    written: dict[str, WrittenPath] = {}
     for key in PATHS:
         *path, name = key.split(".")
         value = _at(tree, key)
         if not isinstance(value, str) or not value or not is_path(key, value):
             continue
         given = Path(value).expanduser()
-        if folder is not None and key in in_file and (folder / given).exists():
-            given = folder / given
-        _at(tree, ".".join(path))[name] = str(Path.cwd() / given)
+        tried = {str(Path.cwd() / given): "the current folder"}
+        if folder is not None and key in in_file:
+            tried = {str(folder / given): "the config's folder", **tried}
+        if given.is_absolute():
+            tried = {str(given): ""}
+        found = next((one for one in tried if Path(one).exists()), list(tried)[-1])
+        written[key] = WrittenPath(value, tuple(tried.items()))
+        _at(tree, ".".join(path))[name] = found
+    return written
+
+
+def missing_path(config: Config, key: str) -> str | None:
+    """What to say of a path that is not there: as written, and every place it was looked for. None: it is."""
+    path = _at(config.resolved(), key)
+    if not isinstance(path, str) or not is_path(key, path) or Path(path).exists():
+        return None
+    written = config.written(key) or WrittenPath(path, ((path, ""),))
+    tried = " nor ".join(f"{one} ({base})" if base else one for one, base in written.tried)
+    neither = "neither " if len(written.tried) > 1 else "no "
+    return f"{key} = {show(written.text)}: there is {neither}{tried}"
 
 
 def is_path(key: str, value: str) -> bool:
@@ -272,11 +280,16 @@ def is_path(key: str, value: str) -> bool:
 def _refuse_contradictions(config: Config) -> None:
     data = config.data
     generated = not is_path("data.source", data.source) and not data.source.startswith(OBJECT)
+    if generated and task_name(data.source) is None:
+        raise ConfigRefused(
+            f"data.source = {show(data.source)}: must be '{GENERATED}TASK', or the path of a .jsonl or "
+            ".parquet file"
+        )
     if not generated:
         for name, value in (("size", data.size), ("options", data.options)):
             if value:
                 raise ConfigRefused(
-                    f"data.{name} = {_show(value)}: is for generated tasks only, and data.source = "
+                    f"data.{name} = {show(value)}: is for generated tasks only, and data.source = "
                     f"{data.source} is none; take it out (data.max_prompts bounds how many are drawn)"
                 )
         if config.eval.every_updates is not None and config.eval.source is None:
@@ -299,31 +312,4 @@ def _default(key: str) -> Any:
     field = _FIELDS.get(key)
     if field is None or field.is_required():
         return None
-    value = field.get_default(call_default_factory=True)
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _explain(error: ValidationError) -> str:
-    first, *others = error.errors(include_url=False)
-    key = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
-    # A union's error names the member that failed after the key: cut back to the key itself.
-    while key not in _FIELDS and key not in _SECTIONS and "." in key:
-        key = key.rpartition(".")[0]
-    more = f" (and {len(others)} more)" if others else ""
-    if first["type"] == "missing" and (key not in _FIELDS or _FIELDS[key].is_required()):
-        missing = [known for known, field in _FIELDS.items() if known.startswith(key) and field.is_required()]
-        name = missing[0] if missing else key
-        return f"{name} is not set: it has no default; give it in the file or with --set{more}"
-    rule = "has too few values" if first["type"] == "missing" else first["msg"]
-    rule = rule.removeprefix("Value error, ").removeprefix("Input ").replace("should be", "must be")
-    default = _default(key)
-    way_out = "give another value" if default is None else f"the default is {_show(default)}"
-    return f"{key} = {_show(first['input'])}: {rule}; {way_out}{more}"
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return repr(value)
-    return "unset" if value is None else str(value)
+    return default_of(field)

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -139,6 +140,7 @@ class Display:
         self._run = run
         self._console = console or Console()
         self._live: Live | None = None
+        self._waiting: Spinner | None = None
 
     def __enter__(self) -> Display:
         if self._console.is_terminal:
@@ -148,12 +150,22 @@ class Display:
 
     def __exit__(self, *_: Any) -> None:
         if self._live is not None:
+            self._live.transient = self.progress.incarnation == 0  # nothing was begun: nothing to leave there
             self._live.stop()
             self._live = None
+
+    def waiting(self, text: str) -> None:
+        """Show what is being waited for: in the panel until workers are ready, or as one plain line."""
+        if self._live is None:
+            self._say(text)
+        else:
+            self._waiting = Spinner("dots", Text(text))
 
     def on_event(self, row: EventRow, event: ev.Event, state: RunState) -> None:
         """Show one committed event."""
         self.progress.take(row, event, state)
+        if isinstance(event, ev.WorkersReady) or state.ended:
+            self._waiting = None
         if (notice := notice_of(event, state)) is not None:
             self._say(notice)
         elif isinstance(event, ev.UpdateApplied) and self._live is None:
@@ -163,7 +175,13 @@ class Display:
         self._console.print(Text(text), soft_wrap=True)
 
     def _panel(self) -> RenderableType:
-        progress = self.progress
+        progress, waiting = self.progress, self._waiting
+        begun = f", incarnation {progress.incarnation}" if progress.incarnation else ""
+        head: list[RenderableType] = [Text(f"run {self._run}{begun}", style="bold")]
+        if waiting is not None:
+            head.append(waiting)
+        if not begun:
+            return Group(*head)
         table = Table.grid(padding=(0, 2))
         for _ in range(4):
             table.add_column(no_wrap=True)
@@ -176,7 +194,7 @@ class Display:
                 cells += [Text(name, style="dim"), Text(value)]
             table.add_row(*cells)
         bar = ProgressBar(total=max(1, progress.updates_total), completed=progress.updates, width=60)
-        return Group(Text(f"run {self._run}, incarnation {progress.incarnation}", style="bold"), bar, table)
+        return Group(*head, bar, table)
 
 
 def line_of(figures: Sequence[tuple[str, str]]) -> str:

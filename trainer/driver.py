@@ -173,6 +173,9 @@ class Driver:
     async def _init_workers(self) -> None:
         parts, state = self._parts, self._journal.state
         rows = await self._journal.read_all()
+        options = parts.config
+        beside = "" if self._pool_started else f" and {options.rollout.workers} rollout workers"
+        parts.waiting(f"building {options.learner.ranks} learner ranks{beside}")
         starting = [asyncio.ensure_future(parts.learner.start(rows, state.learner_try))]
         pool = None if self._pool_started else asyncio.ensure_future(parts.pool.start())
         try:

@@ -42,7 +42,16 @@ def export(place: Place, folder: Path, update: int | None = None) -> str:
         tensors, said = unpack(initial_weights(config.model.path).payload), "the starting weights"
     else:
         committed = _chosen(state, update)
-        tensors = read_weights(Checkpoints(place.storage_url(config)), committed)
+        where = place.storage_url(config)
+        try:
+            tensors = read_weights(Checkpoints(where), committed)
+        except CheckpointUnusable as error:
+            kept = ", ".join(map(str, state.checkpoints))
+            raise CheckpointUnusable(
+                f"{error} in {where}: put it back, or name another --update (kept are the checkpoints of: "
+                f"{kept}; 0 is the starting weights)",
+                path=committed.path,
+            ) from error
         said = f"the weights after update {committed.update}"
     _write(folder, Path(config.model.path), tensors)
     return f"{folder}: {said} of run {place.run}"

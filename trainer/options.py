@@ -9,9 +9,18 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal, InvalidOperation
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainSerializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainSerializer,
+    PrivateAttr,
+)
 
 
 class Section(BaseModel):
@@ -57,6 +66,13 @@ def _pair(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+class WrittenPath(NamedTuple):
+    """A path as a config has it, and where it was looked for: (path, what it was taken from)."""
+
+    text: str
+    tried: tuple[tuple[str, str], ...]
+
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -90,6 +106,7 @@ class DataOptions(Section):
     )
     template: str | None = Field(
         default=None,
+        min_length=1,
         description="Jinja template of the prompt over the row's columns, used in place of the tokenizer's "
         "chat template; unset: chat messages go through the tokenizer's, strings stay as they are.",
     )
@@ -401,6 +418,16 @@ class Config(Section):
     cluster: ClusterOptions = Field(default_factory=ClusterOptions)
     preempt: PreemptOptions = Field(default_factory=PreemptOptions)
     storage: StorageOptions = Field(default_factory=StorageOptions)
+
+    _written: dict[str, WrittenPath] = PrivateAttr(default_factory=dict)
+    # How paths were written before they were made absolute. For messages only: no part of what a config is.
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.__dict__ == other.__dict__
+
+    def written(self, key: str) -> WrittenPath | None:
+        """How one of PATHS was written, where that is known: not in a config out of a log."""
+        return self._written.get(key)
 
     def resolved(self) -> dict[str, Any]:
         """Plain nested JSON values, every key present: what the log's first event holds."""

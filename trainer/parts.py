@@ -41,6 +41,10 @@ class CheckpointFiles(Protocol):
         ...
 
 
+def unheard(text: str) -> None:
+    """Where nobody is told what is being waited for."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """Everything a driver works with."""
@@ -56,3 +60,4 @@ class Parts:
     blocking: Blocking  # files; the journal has a thread of its own
     draining: Callable[[], Awaitable[frozenset[str]]]  # machines that the cluster is about to take away
     node: str  # the driver's own machine, by the cluster's name
+    waiting: Callable[[str], None] = unheard  # told what is being waited for, where it may take long

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 LOG_NAME = "log.db"
 CURVE_NAME = "curve.png"
 
+RUNS = Path("runs")
+"""Where runs' folders are unless another folder is named."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -30,7 +33,7 @@ class Place:
     """The place of one run. Raises UserMistake for a name that cannot be a folder's."""
 
     run: str
-    runs_dir: Path = Path("runs")
+    runs_dir: Path = RUNS
     db: str | None = None  # a shared database; none: a file in the run's folder
 
     def __post_init__(self) -> None:
@@ -54,7 +57,7 @@ class Place:
     @property
     def log_url(self) -> str:
         """The database that holds the run's log."""
-        return self.db or f"sqlite:///{self.folder / LOG_NAME}"
+        return f"sqlite:///{self.folder / LOG_NAME}" if self.db is None else self.db
 
     def storage_url(self, config: Config) -> str:
         """The folder or URL that group files and checkpoints lie below."""
@@ -67,16 +70,26 @@ class Place:
             return (self.folder / LOG_NAME).is_file()
         return self.run in _taken(self.db)
 
+    def refuse_unusable(self) -> None:
+        """Refuse a place where the run's folder cannot be made, before it is made. Raises UserMistake."""
+        for path in (self.folder, *self.folder.parents):
+            if path.is_dir():
+                return
+            if path.exists():
+                raise UserMistake(
+                    f"run {self.run!r} cannot have its folder in {self.runs_dir}: {path} is a file; name "
+                    "another folder with --runs-dir",
+                    run=self.run,
+                )
+
     @contextmanager
     def reading(self) -> Iterator[EventLog]:
         """The run's log, to read from; writes nothing. Raises RunUnknown."""
         from ..statemachine.sqllog import open_log
 
         if self.db is None and not (self.folder / LOG_NAME).is_file():
-            raise RunUnknown(
-                f"there is no run {self.run!r} in {self.runs_dir}: `surefoot runs` lists those there are",
-                run=self.run,
-            )
+            where = _no_folder(self.runs_dir) or f"in {self.runs_dir}: `surefoot runs` lists those there are"
+            raise RunUnknown(f"there is no run {self.run!r} {where}", run=self.run)
         log = open_log(self.log_url, migrate=False)
         try:
             log.head(self.run)  # raises RunUnknown
@@ -96,11 +109,23 @@ def next_free(run: str, runs_dir: Path, db: str | None = None) -> Place:
 
 
 def all_places(runs_dir: Path, db: str | None = None) -> list[Place]:
-    """Every run that there is, by name."""
+    """Every run that there is, by name. Raises UserMistake for a folder that is none; the default one may
+    be missing, before the first run."""
     if db is not None:
         return [Place(head.run_id, runs_dir, db) for head in _heads(db)]
+    refusal = _no_folder(runs_dir)
+    if refusal is not None:
+        raise UserMistake(f"there are no runs {refusal}")
     found = sorted(path.parent.name for path in runs_dir.glob(f"*/{LOG_NAME}"))
     return [Place(name, runs_dir) for name in found if _NAME.fullmatch(name)]
+
+
+def _no_folder(runs_dir: Path) -> str | None:
+    """What is said of a folder that no run can be in; None for one that is there, or the first run makes."""
+    if runs_dir.is_dir() or (runs_dir == RUNS and not runs_dir.exists()):
+        return None
+    what = "is a file" if runs_dir.exists() else "does not exist"
+    return f"in {runs_dir.absolute()}, which {what}: name a folder of runs with --runs-dir"
 
 
 def _heads(db: str) -> list[RunHead]:

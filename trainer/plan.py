@@ -20,11 +20,12 @@ from ..rollout.rewards import resolve_reward
 from ..rollout.tokens import Tokenizer, load_tokenizer
 from ..rollout.weightfiles import weights_digest
 from ..statemachine.budget import BudgetInputs, resolve_budget, schedule_of
-from ..statemachine.errors import ConfigChanged, ConfigRefused, ModelRefused
+from ..statemachine.errors import ConfigChanged, ConfigRefused, DataRefused, ModelRefused, UserMistake
 from ..statemachine.events import BudgetResolved, RunCreated
 from ..statemachine.schedule import learning_rates
-from .config import changed, refuse_changes
+from .config import changed, missing_path, refuse_changes
 from .options import PATHS, Config
+from .slots import local_slots
 
 RATES_SHOWN = 24
 """Learning rates that `plan` prints as text; with --json it prints all."""
@@ -53,6 +54,8 @@ def prepare(config: Config, rows: Rows | None = None, reward: Callable[..., Any]
 
     Raises UserMistake's children: DataRefused, ModelRefused, ConfigRefused, BudgetRefused.
     """
+    _refuse_missing(config, data=rows is None)
+    _refuse_storage(config)
     architecture = read_architecture(config.model.path)
     tokenizer = load_tokenizer(config.model.path)
     if tokenizer.vocab_size > architecture.vocabulary:
@@ -198,7 +201,7 @@ def plan_lines(prepared: Prepared) -> Iterator[str]:
     yield from budget.derivation
     yield (
         f"learning rate: {budget.learning_rate:g}, {budget.schedule_kind}, over optimizer steps 0 to "
-        f"{budget.optimizer_steps_total - 1}"
+        f"{budget.optimizer_steps_total - 1}, counted from 0 (train's display counts those that are done)"
     )
     rates = rates_of(budget)
     for optimizer_step in shown_steps(len(rates), budget.warmup_steps):
@@ -219,6 +222,38 @@ def _passed(name: str | None) -> str:
     return "none was passed" if name is None else f"{name} was passed"
 
 
+def _refuse_missing(config: Config, *, data: bool) -> None:
+    """Paths that lead nowhere, in the words of the config; what lies there is looked at later."""
+    read: list[tuple[str, type[UserMistake]]] = [("model.path", ModelRefused)]
+    if data:
+        read.append(("data.source", DataRefused))
+    if config.eval.every_updates is not None:
+        read.append(("eval.source", DataRefused))
+    for key, refused in read:
+        said = missing_path(config, key)
+        if said is not None:
+            what = "a folder written by save_pretrained" if refused is ModelRefused else "another file"
+            raise refused(f"{said}; put it there, or name {what}")
+
+
+def _refuse_storage(config: Config) -> None:
+    """A file system that is none, or whose package is not there, would be met only by the run's workers."""
+    from fsspec import get_filesystem_class
+    from fsspec.core import split_protocol
+
+    url = config.storage.url
+    protocol = None if url is None else split_protocol(url)[0]
+    if url is None or protocol is None or "::" in url:  # a folder; or a chain, which is fsspec's to read
+        return
+    try:
+        get_filesystem_class(protocol)
+    except (ValueError, ImportError) as error:
+        raise ConfigRefused(
+            f"storage.url = {url!r}: {' '.join(str(error).split())}; name a folder or a URL that fsspec "
+            "opens here"
+        ) from None
+
+
 def _refuse_long_rows(config: Config, data: LoadedData) -> None:
     """A sequence is never cut, so the longest possible one has to fit a micro-batch."""
     longest = max(len(row.prompt_ids) for row in data.rows) + config.rollout.max_new_tokens
@@ -231,6 +266,14 @@ def _refuse_long_rows(config: Config, data: LoadedData) -> None:
 
 
 def _warnings(config: Config, budget: BudgetResolved) -> Iterator[str]:
+    workers, ranks = config.rollout.workers, config.learner.ranks
+    slots = local_slots(config.cluster.slots)
+    if config.cluster.address is None and workers + ranks > slots:
+        yield (
+            f"rollout.workers = {workers} and learner.ranks = {ranks} need {workers + ranks} slots, a local "
+            f"Ray here has {slots}: train will refuse them; raise cluster.slots, or use fewer workers or "
+            "ranks"
+        )
     if config.algorithm.drop_no_spread and budget.prompts_unused == 0:
         yield (
             "algorithm.drop_no_spread is on and no prompts are to spare: groups that are dropped cannot be "

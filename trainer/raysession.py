@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
 import queue
 import sys
 import threading
@@ -38,6 +37,7 @@ from .rayhost import (
     signals,
     silent,
 )
+from .slots import local_slots
 
 T = TypeVar("T")
 
@@ -288,13 +288,12 @@ class _Host:
     def _start(self, slots: int | None) -> None:
         import ray
 
-        cores = len(os.sched_getaffinity(0))
         self._folder = folder = Folder()
         try:
             with environment(local_environment()), loopback(), signals():
                 ray.init(
                     address="local",  # whatever RAY_ADDRESS says
-                    num_cpus=slots or max(8, 4 * cores),
+                    num_cpus=local_slots(slots),
                     object_store_memory=OBJECT_STORE_BYTES,
                     include_dashboard=False,
                     configure_logging=False,

@@ -57,6 +57,9 @@ async def redo(parts: Parts, keeper: Keeper, ready: LearnerReady, served: Publis
     base, served = await _load(parts, served)
     deviation = Deviation()
     first, last = base + 1, state.updates
+    if last >= first:
+        source = f"the checkpoint of update {base}" if base else "the starting weights"
+        parts.waiting(f"redoing updates {first} to {last} from {source}")
     for update in range(first, last + 1):
         record = state.records.get(update)
         if record is None:
@@ -68,6 +71,7 @@ async def redo(parts: Parts, keeper: Keeper, ready: LearnerReady, served: Publis
         batch = await _read_for_redo(parts, update, record.places)
         result = await parts.learner.update(update, batch, journal.take_tail())
         _compare(record, result, ready, deviation, state.accept_divergence)
+        parts.waiting(f"redoing updates {first} to {last}: {update} is done")
         crashpoint("redo.update")
         if update == published_update and served is None:
             served = await parts.learner.gather(version)
@@ -116,6 +120,7 @@ async def _load(parts: Parts, served: Published | None) -> tuple[int, Published 
     """Load the newest usable checkpoint; says which were not. Returns its update (0: initial weights)."""
     journal, state = parts.journal, parts.journal.state
     while (checkpoint := state.latest_checkpoint()) is not None:
+        parts.waiting(f"loading the checkpoint of update {checkpoint.update}")
         try:
             await parts.learner.load(checkpoint)
             return checkpoint.update, await _served_at(parts, checkpoint, served)

@@ -23,6 +23,7 @@ from .config import Config, load_config
 from .driver import Driver
 from .journal import Journal, Listener
 from .outcome import Outcome, outcome_of
+from .parts import unheard
 from .places import Place, next_free
 from .plan import Prepared, config_changes, prepare
 from .threads import Threads
@@ -115,6 +116,7 @@ class Run(Watched):
         take_over: bool = False,
         accept_divergence: bool = False,
         listeners: Sequence[Listener] = (),
+        waiting: Callable[[str], None] = unheard,
     ) -> AsyncIterator[Run]:
         """Start a run, or go on with it if it exists, and drive it inside the `async with`.
 
@@ -122,13 +124,15 @@ class Run(Watched):
         exception, a cancellation included, preempts the run. `rows` and `reward` are Python objects in the
         place of data.source and reward.function; they are recorded by name and must be passed again.
         `new` takes the next free name; `take_over` takes the run from a driver that lives;
-        `listeners` are called with every committed row, its event and the state after it.
+        `listeners` are called with every committed row, its event and the state after it; `waiting` with a
+        line for each thing that the start waits for.
 
         Raises UserMistake's children before anything has changed.
         """
         async with contextlib.AsyncExitStack() as stack:
             threads = Threads("surefoot")
             stack.callback(threads.close)
+            waiting("checking config and data")
             prepared = await threads.files(_prepare, config, sets, rows, reward)
             place = await threads.files(_place, config, name, Path(runs_dir), db, new)
             run = cls(place, prepared)
@@ -138,7 +142,7 @@ class Run(Watched):
                 run._closed_outcome = over
                 yield run
                 return
-            await run._begin(stack, threads, take_over, accept_divergence, listeners)
+            await run._begin(stack, threads, take_over, accept_divergence, listeners, waiting)
             assert run._task is not None
             try:
                 yield run
@@ -161,8 +165,11 @@ class Run(Watched):
         take_over: bool,
         accept_divergence: bool,
         listeners: Sequence[Listener],
+        waiting: Callable[[str], None],
     ) -> None:
         """Claim the run and set the driver going. Ray is up, and large enough, before the log is touched."""
+        address = self.prepared.config.cluster.address
+        waiting("starting Ray" if address is None else f"joining the Ray cluster at {address}")
         from .assembly import assemble, ray_session  # imports what plan, log and audit never need
         from .metrics import MetricsWriter
 
@@ -176,7 +183,7 @@ class Run(Watched):
         metrics = MetricsWriter(self.place.folder, rows, jsonl=options.jsonl, tensorboard=options.tensorboard)
         stack.callback(metrics.close)
         self._journal.listeners += [metrics.on_event, *listeners]
-        parts = assemble(self.place, self.prepared, self._journal, session, threads.files)
+        parts = assemble(self.place, self.prepared, self._journal, session, threads.files, waiting)
         self._driver = Driver(parts, self.prepared.budget)
         self._task = asyncio.ensure_future(self._driver.run())
 
@@ -245,6 +252,7 @@ def _place(config: ConfigSource, name: str | None, runs_dir: Path, db: str | Non
 
 def _outcome_if_over(place: Place, prepared: Prepared, take_over: bool) -> Outcome | None:
     """The outcome of a run that is over for good. Refuses here what needs no Ray to refuse."""
+    place.refuse_unusable()
     if not place.exists():
         return None
     try:

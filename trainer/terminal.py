@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from .config import Config
-from .curve import draw_curve
+from .curve import curve_of, draw_curve
 from .display import Display
 from .outcome import Outcome
 from .places import Place
@@ -38,7 +38,8 @@ def drive(config: Config, place: Place, *, take_over: bool, accept_divergence: b
 async def _drive(config: Config, place: Place, take_over: bool, accept_divergence: bool) -> Outcome:
     from .run import Run
 
-    with Display(place.run) as display, _asked_to_stop() as asked:
+    words = f"asked to stop: ending within {config.preempt.grace_seconds:g} s; ask again to end at once"
+    with Display(place.run) as display, _asked_to_stop(lambda: display.waiting(words)) as asked:
         async with Run.start(
             config,
             name=place.run,
@@ -47,6 +48,7 @@ async def _drive(config: Config, place: Place, take_over: bool, accept_divergenc
             take_over=take_over,
             accept_divergence=accept_divergence,
             listeners=[display.on_event],
+            waiting=display.waiting,
         ) as run:
             outcome = asyncio.ensure_future(run.outcome())
             stop = asyncio.ensure_future(asked.wait())
@@ -58,8 +60,8 @@ async def _drive(config: Config, place: Place, take_over: bool, accept_divergenc
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[asyncio.Event]:
-    """An event that the first signal sets. The second signal has the effect it has by default."""
+def _asked_to_stop(answer: Callable[[], None] = lambda: None) -> Iterator[asyncio.Event]:
+    """An event that the first signal sets; it calls `answer`. A second signal has its default effect."""
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:
@@ -67,6 +69,7 @@ def _asked_to_stop() -> Iterator[asyncio.Event]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         asked.set()
+        answer()
 
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
@@ -78,11 +81,14 @@ def _asked_to_stop() -> Iterator[asyncio.Event]:
 
 
 def _curve(place: Place) -> str | None:
+    """Draw the curve; its path, or None while no update is in the log and there is nothing to see."""
     if not place.exists():
         return None
     with place.reading() as log:
-        draw_curve(log.read(place.run), place.curve)
-    return str(place.curve)
+        rows = list(log.read(place.run))
+    if not curve_of(rows).updates:
+        return None
+    return str(draw_curve(rows, place.curve))
 
 
 @contextmanager

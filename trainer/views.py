@@ -7,7 +7,7 @@ that is being driven, says the same as the run itself would.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypedDict
@@ -17,21 +17,40 @@ import msgspec
 from ..rollout.packing import unpack_i32
 from ..rollout.protocols import Group, GroupStore, StoredFile
 from ..statemachine.audit import AuditReport
-from ..statemachine.errors import LogBroken, LogError, SurefootError, UserMistake
+from ..statemachine.errors import (
+    GroupUnusable,
+    LogBroken,
+    LogError,
+    RunInUse,
+    RunUnknown,
+    SurefootError,
+    UserMistake,
+)
 from ..statemachine.events import (
     END_EVENTS,
     FilesRetired,
     GroupsStored,
     RunCreated,
     StoredGroup,
+    TakeReason,
     UpdateApplied,
 )
-from ..statemachine.log import EventRow
+from ..statemachine.liveness import lives
+from ..statemachine.log import EventRow, RunHead, take_reason
 from ..statemachine.state import RunState, fold
 from .display import clock
 from .options import Config
+from .places import Place
 
 END_TYPES = frozenset(kind.__name__ for kind in END_EVENTS)
+
+
+GONE = {
+    "dead": "its driver is dead, and left no end in the log",
+    "silent": "its driver, on another machine, has been silent for too long",
+    "left": "its driver has left it, without an end in the log",
+}
+"""What is said of a run that nobody drives although it has not ended."""
 
 
 class RunView(TypedDict):
@@ -46,10 +65,51 @@ class RunView(TypedDict):
     policy_version: int
     incarnation: int
     last_event_age_seconds: float | None
-    error: str | None  # why the log cannot be folded, if it cannot
+    driver: str | None  # alive, dead, silent or left; null: the run has ended and needs none
+    error: str | None  # why the log cannot be read or folded, if it cannot
 
 
-def run_view(run: str, rows: Iterable[EventRow], now: datetime | None = None) -> RunView:
+def view_of(place: Place) -> RunView | None:
+    """How the run of that place stands; None for a database that is there before its run is.
+
+    A log that cannot be opened is listed with its error, so that it does not hide the others.
+    """
+    try:
+        with place.reading() as log:
+            head = log.head(place.run)  # before the rows: what is read after it may have been written since
+            return run_view(place.run, log.read(place.run), driver=driver_of(head))
+    except RunUnknown:
+        return None
+    except UserMistake as unreadable:
+        view = run_view(place.run, ())
+        return {**view, "phase": "Unreadable", "error": str(unreadable)}
+
+
+def driver_of(head: RunHead) -> str:
+    """Whether the driver that holds a run lives: alive; dead; silent, where it cannot be looked at from here
+    and its heartbeat is old; left, where it has let go of the run."""
+    try:
+        reason = take_reason(head, ask=False, lives=lives)
+    except RunInUse:
+        return "alive"
+    return {TakeReason.DEAD: "dead", TakeReason.SILENT: "silent"}.get(reason, "left")
+
+
+def refuse_to_wait(head: RunHead, seen_seq: int) -> None:
+    """Raise SurefootError if nobody is going to write what comes after `seen_seq`: the driver is dead or
+    silent, and has not left more than that."""
+    driver = driver_of(head)
+    if head.head_seq == seen_seq and driver in ("dead", "silent"):
+        raise SurefootError(
+            f"run {head.run_id!r} has not ended, but {GONE[driver]}: nothing more will come until "
+            "`surefoot train` goes on with it",
+            run=head.run_id,
+        )
+
+
+def run_view(
+    run: str, rows: Iterable[EventRow], now: datetime | None = None, driver: str | None = None
+) -> RunView:
     """How a run stands. A log that is broken is listed as such, as far as it can be followed."""
     state, error = RunState(), None
     try:
@@ -70,13 +130,15 @@ def run_view(run: str, rows: Iterable[EventRow], now: datetime | None = None) ->
         policy_version=state.policy_version,
         incarnation=state.incarnation,
         last_event_age_seconds=age,
+        driver=None if state.ended else driver,
         error=error,
     )
 
 
-def runs_table(views: Iterable[RunView]) -> list[str]:
-    """The runs as lines of a table."""
-    lines = [("run", "phase", "update", "optimizer step", "policy version", "last event")]
+def runs_lines(views: Iterable[RunView]) -> list[str]:
+    """The runs as lines of a table, and below it what needs more words."""
+    lines = [("run", "phase", "update", "optimizer step", "policy version", "last event", "driver")]
+    below: list[str] = []
     for view in views:
         age = view["last_event_age_seconds"]
         lines.append(
@@ -87,9 +149,16 @@ def runs_table(views: Iterable[RunView]) -> list[str]:
                 _of(view["optimizer_step"], view["optimizer_steps_total"]),
                 str(view["policy_version"]),
                 "-" if age is None else f"{clock(max(age, 0.0))} ago",
+                view["driver"] or "-",
             )
         )
-    return aligned(lines)
+        if view["error"] is not None:
+            below.append(f"run {view['run']}: {view['error']}")
+        elif view["driver"] in GONE:
+            below.append(
+                f"run {view['run']}: {GONE[view['driver']]}; the same `surefoot train` goes on with it"
+            )
+    return aligned(lines) + below
 
 
 def _of(done: int, total: int | None) -> str:
@@ -196,11 +265,14 @@ class SampleSource:
         Raises UserMistake for an update or a group that is not in the log.
         """
         if update is not None and update not in self.trained:
-            last = max(self.trained, default=0)
-            raise UserMistake(f"--update {update}: the run's updates are 1 to {last}; name one of them")
+            if not self.trained:
+                raise UserMistake(f"--update {update}: no update is in the log yet{self._without_update()}")
+            raise UserMistake(
+                f"--update {update}: the run's updates are {span(self.trained)}; name one of them"
+            )
         if group is None:
             if not self.trained:
-                raise UserMistake("no update is in the log yet; name a stored group with --group")
+                raise UserMistake(f"no update is in the log yet{self._without_update()}")
             update = self._last_stored() if update is None else update
             return [(update, *one) for one in self.trained[update]]
         updates = [update] if update is not None else list(self.trained)
@@ -210,9 +282,20 @@ class SampleSource:
                     return [(number, prompt_index, attempt)]
         attempts = [attempt for prompt_index, attempt in self.places if prompt_index == group]
         if update is not None or not attempts:
-            where = f"update {update}" if update is not None else "the store"
-            raise UserMistake(f"--group {group}: {where} has no group of that prompt index; name another")
+            raise UserMistake(f"--group {group}: {self._groups_there_are(update)}")
         return [(None, group, max(attempts))]
+
+    def _without_update(self) -> str:
+        if not self.places:
+            return ", nor is a group stored; look again when one is"
+        return f"; leave --update out and name a stored --group, {span({group for group, _ in self.places})}"
+
+    def _groups_there_are(self, update: int | None) -> str:
+        if not self.places:
+            return "no group is stored yet; look again when one is"
+        where = "the stored groups are" if update is None else f"update {update} trained the groups"
+        keys = self.places if update is None else self.trained[update]
+        return f"{where} {span({prompt_index for prompt_index, _ in keys})}; name one of them"
 
     def _last_stored(self) -> int:
         for update in sorted(self.trained, reverse=True):
@@ -223,15 +306,31 @@ class SampleSource:
             "groups.keep = 'all' keeps them"
         )
 
-    def read(self, store: GroupStore, prompt_index: int, attempt: int) -> Group:
-        """One group. Raises UserMistake if its file was retired, GroupUnusable."""
+    def read(self, store: GroupStore, prompt_index: int, attempt: int, where: str = "its store") -> Group:
+        """One group; `where` names the store. Raises UserMistake if its file was retired, GroupUnusable."""
         file, stored = self.places[prompt_index, attempt]
         if file in self.retired:
             raise UserMistake(
                 f"group {prompt_index}: its file {file} was deleted once every kept checkpoint covered it; "
                 "groups.keep = 'all' keeps them, or name a later --update"
             )
-        return store.read(StoredFile(file=file, offset=stored.offset, size=stored.size, digest=stored.digest))
+        try:
+            return store.read(
+                StoredFile(file=file, offset=stored.offset, size=stored.size, digest=stored.digest)
+            )
+        except GroupUnusable as error:
+            raise GroupUnusable(
+                f"group {prompt_index}: {error} in {where}; put the file back, or name another --update",
+                file=file,
+                prompt_index=prompt_index,
+            ) from error
+
+
+def span(numbers: Collection[int]) -> str:
+    """The range that numbers lie in, and whether any in between are missing."""
+    low, high = min(numbers), max(numbers)
+    between = "" if len(numbers) == high - low + 1 else f" ({len(numbers)} of these)"
+    return f"{low} to {high}{between}"
 
 
 def sample_lines(update: int | None, group: Group, decode: Callable[[list[int]], str]) -> Iterator[str]:

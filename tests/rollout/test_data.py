@@ -136,6 +136,35 @@ def test_a_malformed_line_is_refused_by_file_and_number(qwen, tmp_path, line, sa
     assert f"{path} {said}" in refusal(qwen, path)
 
 
+JSON_WAY_OUT = "correct that line: each is one JSON object, a row with its prompt"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"prompt": "1+1", "answer"\n', "is no JSON: expecting ':' delimiter at character 27"),
+        (b'  {"prompt": "x", "answer": "y"\r\n', "is no JSON: expecting ',' delimiter at character 32"),
+        (b'{"prompt": "x\n', "is no JSON: unterminated string starting at character 12"),
+        (b'{"prompt": NaN}\n', "is no JSON: NaN is no JSON value"),
+        (b'{"prompt": "\xff"}\n', "is no JSON: byte 13 is no UTF-8"),
+        (b"[" * 100_000, "is no JSON: it is nested too deeply"),
+        (b"[1]\n", "is a JSON list"),
+    ],
+)
+def test_a_malformed_line_has_one_line_number_what_is_wrong_and_the_way_out(qwen, tmp_path, line, said):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "x", "answer": "y"}\n' + line)
+    assert refusal(qwen, str(path)) == f"{path} line 2 {said}; {JSON_WAY_OUT}"
+
+
+def test_a_row_without_a_prompt_is_told_which_column_it_needs(qwen, tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", {"question": "x", "answer": "y"})
+    assert refusal(qwen, path) == (
+        f"{path} line 1 has no prompt (it has answer, question): every row needs a column of that name; "
+        "rename the one that holds the prompt"
+    )
+
+
 def test_a_line_that_is_no_utf8_is_refused_by_number(qwen, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "x", "answer": "y"}\n{"prompt": "\xff"}\n')
     assert "a.jsonl line 2 is no JSON" in refusal(qwen, str(tmp_path / "a.jsonl"))

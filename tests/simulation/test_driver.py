@@ -287,6 +287,32 @@ def test_a_killed_run_equals_the_one_that_nobody_touched() -> None:
     )
 
 
+def test_what_a_start_waits_for_is_said_from_workers_to_each_update_redone() -> None:
+    world = World(small_config(checkpoint={"every_updates": 2}), data_len=16)
+    crash_at(world, "update.committed", 5)
+    assert world.waited_for == ["building 1 learner ranks and 2 rollout workers"]
+    world.waited_for.clear()
+    world.run()
+    assert world.waited_for == [
+        "building 1 learner ranks and 2 rollout workers",
+        "loading the checkpoint of update 4",
+        "redoing updates 5 to 5 from the checkpoint of update 4",
+        "redoing updates 5 to 5: 5 is done",
+    ]
+
+
+def test_a_redo_without_a_checkpoint_is_said_to_be_from_the_starting_weights() -> None:
+    world = World(small_config(checkpoint={"every_updates": 100}), data_len=16)
+    crash_at(world, "update.committed", 2)
+    world.waited_for.clear()
+    world.run()
+    assert world.waited_for[1:4] == [
+        "redoing updates 1 to 2 from the starting weights",
+        "redoing updates 1 to 2: 1 is done",
+        "redoing updates 1 to 2: 2 is done",
+    ]
+
+
 def test_a_redo_that_differs_on_the_same_execution_stops_the_run() -> None:
     world = World(data_len=16)
     crash_at(world, "update.committed", 5)
@@ -324,6 +350,7 @@ def test_a_lost_learner_is_rebuilt_while_workers_live_on() -> None:
     assert outcome.exit_code == 0 and lost
     assert len(world.events("LearnerLost")) == 1 and world.state().incarnation == 1
     assert world.learner.starts == 2 and trained(world) == list(range(16))
+    assert "building 1 learner ranks" in world.waited_for  # and no workers, which are there
 
 
 def test_a_learner_that_never_comes_back_fails_the_run() -> None:

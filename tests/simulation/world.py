@@ -474,6 +474,7 @@ class World:
         self.learner: StandInLearner
         self.driver: Driver
         self.lives = 0
+        self.waited_for: list[str] = []  # in words, of every life
 
     # -- what stand-ins ask ---------------------------------------------------------------------------
 
@@ -554,6 +555,7 @@ class World:
             blocking=self._blocking,
             draining=self._draining,
             node="of the driver",
+            waiting=self.waited_for.append,
         )
         self.driver = Driver(parts, self.budget)
         return self.driver

@@ -6,16 +6,20 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from surefoot.rollout.store import FsspecGroupStore
 from surefoot.statemachine import events as ev
-from surefoot.statemachine.log import EventRow
+from surefoot.statemachine.liveness import DriverIdentity
+from surefoot.statemachine.log import EventRow, build_rows
 from surefoot.statemachine.sqllog import open_log
 from surefoot.trainer.cli import main
 from surefoot.trainer.places import Place, next_free
@@ -137,7 +141,19 @@ def test_set_on_one_of_two_exclusive_keys_takes_the_others_place(shell: Shell, c
         (["plan"], ["CONFIG"]),
         (["plan", "sums.toml", "--bogus"], ["--bogus"]),
         (["train", "sums.toml", "--run", "../up"], ["../up"]),
-        (["train", "sums.toml", "--set", "batch.prompts=31"], ["30", "31"]),
+        (["plan", "."], ["config .: is a folder"]),
+        (["runs", "--runs-dir", "nowhere"], ["/nowhere, which does not exist", "--runs-dir"]),
+        (["runs", "--runs-dir", "rows.jsonl"], ["/rows.jsonl, which is a file", "--runs-dir"]),
+        *(
+            (
+                [*command, "--runs-dir", "nowhere"],
+                ["no run 'a'", "/nowhere, which does not exist", "--runs-dir"],
+            )
+            for command in (["log", "a"], ["samples", "a"], ["audit", "a"], ["export", "a", "folder"])
+        ),
+        (["log", "a", "--db", ""], ["'' names no database"]),
+        (["samples", "a", "--update", "last"], ["--update last: must be a valid integer; give another"]),
+        (["train", "sums.toml", "--set", "batch.promts=4"], ["batch.promts", "batch.prompts"]),
         (["log", "absent"], ["absent", "surefoot runs"]),
         (["samples", "absent"], ["absent"]),
         (["audit", "absent"], ["absent"]),
@@ -154,6 +170,27 @@ def test_a_users_mistake_is_one_line_exit_code_2_and_nothing_changed(
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
     error = shell.refused(*arguments)
+    for part in said:
+        assert part in error
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "batch.prompts=31"], ["30", "31"]),
+        (["--set", "data.source=none.jsonl"], ["none.jsonl"]),
+        (["--runs-dir", "rows.jsonl"], ["rows.jsonl is a file", "--runs-dir"]),
+        (["--runs-dir", "rows.jsonl/deep"], ["rows.jsonl is a file", "--runs-dir"]),
+    ],
+)
+def test_a_mistake_that_train_finds_as_it_checks_is_one_line_below_that_it_checks(
+    shell: Shell, config: Path, tmp_path: Path, arguments: list[str], said: list[str]
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    code, out, error = shell("train", "sums.toml", *arguments)
+    assert (code, out) == (2, "checking config and data\n")
+    assert error.startswith("surefoot: ") and error.count("\n") == 1
     for part in said:
         assert part in error
     assert sorted(tmp_path.rglob("*")) == before
@@ -194,7 +231,7 @@ def test_runs_says_phase_step_x_of_y_and_the_last_events_age(shell: Shell) -> No
     assert 0 <= views[0]["last_event_age_seconds"] < 600
     code, out, _ = shell("runs")
     assert code == 0
-    assert re.search(r"^b +Rollout +2 of 4 +2 of 4 +2 +\d+:\d\d ago$", out, re.MULTILINE)
+    assert re.search(r"^b +Rollout +2 of 4 +2 of 4 +2 +\d+:\d\d ago +left$", out, re.MULTILINE)
 
 
 def test_runs_in_a_shared_database_are_listed_from_there(shell: Shell, tmp_path: Path) -> None:
@@ -206,8 +243,6 @@ def test_runs_in_a_shared_database_are_listed_from_there(shell: Shell, tmp_path:
 
 
 def test_a_run_whose_log_is_broken_is_still_listed(shell: Shell, tmp_path: Path) -> None:
-    import sqlite3
-
     told(Story("a").began().updated())
     with sqlite3.connect(tmp_path / "runs" / "a" / "log.db") as database:
         names = [row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type='trigger'")]
@@ -217,6 +252,79 @@ def test_a_run_whose_log_is_broken_is_still_listed(shell: Shell, tmp_path: Path)
     database.close()
     (view,) = shell.json("runs", "--json")
     assert view["phase"] == "Broken" and "5" in view["error"]
+
+
+def test_before_the_first_run_there_are_none_yet(shell: Shell) -> None:
+    assert shell("runs") == (0, "no runs yet in runs: `surefoot train` begins one\n", "")
+    assert shell.json("runs", "--json") == []
+
+
+def test_a_log_that_cannot_be_opened_hides_no_other_run(shell: Shell, tmp_path: Path) -> None:
+    told(Story("a").began().completed())
+    (tmp_path / "runs/torn").mkdir()
+    (tmp_path / "runs/torn/log.db").write_text("this is no database, and long enough to be looked at as one")
+    (tmp_path / "runs/unborn").mkdir()
+    (tmp_path / "runs/unborn/log.db").touch()  # there before its run is
+    whole, torn = shell.json("runs", "--json")
+    assert (whole["run"], whole["phase"], whole["error"]) == ("a", "Completed", None)
+    assert (torn["run"], torn["phase"], torn["driver"]) == ("torn", "Unreadable", None)
+    assert "not a database" in torn["error"]
+    assert shell("runs")[1].splitlines()[-1] == f"run torn: {torn['error']}"
+
+
+def held(place: Place, driver: DriverIdentity, events: Sequence[ev.Event] = ()) -> None:
+    """The run is in the hands of `driver`, which has written `events` and let go of nothing."""
+    log = open_log(place.log_url, migrate=True)
+    head = log.take_over(place.run, driver)
+    if events:
+        rows = build_rows(
+            place.run, head.head_seq, head.head_hash, head.incarnation, events, "2026-01-01T00:00:00Z"
+        )
+        log.append(place.run, head.head_seq, head.incarnation, rows)
+    log.close()
+
+
+def dead_driver() -> DriverIdentity:
+    """Of this host, and of a process that is gone."""
+    child = subprocess.Popen(["true"])
+    child.wait()
+    return msgspec.structs.replace(DriverIdentity.here(), pid=child.pid)
+
+
+def test_runs_marks_a_run_that_nobody_drives_and_writes_nothing(shell: Shell, tmp_path: Path) -> None:
+    ended = ev.RunPreempted(updates=1, optimizer_steps=1, checkpoint_update=0, because="asked")
+    for name, driver, events in (
+        ("alive", DriverIdentity.here(), []),
+        ("dead", dead_driver(), []),
+        ("ended", dead_driver(), [ended]),
+        ("silent", msgspec.structs.replace(DriverIdentity.here(), host="elsewhere.invalid"), []),
+    ):
+        place = Place(name)
+        told(Story(name).began().updated())
+        held(place, driver, events)
+    told(Story("left").began().updated())
+    with sqlite3.connect(tmp_path / "runs/silent/log.db") as database:
+        database.execute("UPDATE runs SET heartbeat_at = heartbeat_at - 31")
+    database.close()
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("log.db")}
+    assert {view["run"]: view["driver"] for view in shell.json("runs", "--json")} == {
+        "alive": "alive",
+        "dead": "dead",
+        "ended": None,
+        "silent": "silent",
+        "left": "left",
+    }
+    out = shell("runs")[1]
+    assert re.search(r"^run .* last event +driver$", out, re.MULTILINE)
+    assert re.search(r"^dead .* ago +dead$", out, re.MULTILINE)
+    assert re.search(r"^ended .* ago +-$", out, re.MULTILINE)
+    way_out = "; the same `surefoot train` goes on with it"
+    assert out.splitlines()[-3:] == [
+        f"run dead: its driver is dead, and left no end in the log{way_out}",
+        f"run left: its driver has left it, without an end in the log{way_out}",
+        f"run silent: its driver, on another machine, has been silent for too long{way_out}",
+    ]
+    assert {path: path.read_bytes() for path in before} == before
 
 
 # -- log ------------------------------------------------------------------------------------------------
@@ -257,7 +365,7 @@ class Growing(Story):
         head = len(self.rows)
         self.updated() if self.looks < 4 else self.completed()
         log = open_log(self.place.log_url, migrate=True)
-        from surefoot.statemachine.log import build_rows, utc_now
+        from surefoot.statemachine.log import utc_now
 
         at = log.head(self.run)
         events = [row.event() for row in self.rows[head:]]
@@ -280,6 +388,25 @@ def test_following_a_log_skips_nothing_and_ends_with_the_run(
     lines = [json.loads(line) for line in out.splitlines()]
     assert [line["seq"] for line in lines] == list(range(1, len(story.rows) + 1))
     assert lines[-1]["type"] == "RunCompleted"
+
+
+def test_following_a_run_whose_driver_is_dead_ends_by_saying_so(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story = told(Story().began().updated())
+    held(Place("a"), dead_driver())
+
+    def no_wait(seconds: float) -> None:
+        raise AssertionError("nothing is going to come")
+
+    monkeypatch.setattr("time.sleep", no_wait)
+    code, out, error = shell("log", "a", "--follow")
+    assert code == 1 and len(out.splitlines()) == len(story.rows) + 1  # and the take-over
+    assert error == (
+        "surefoot: run 'a' has not ended, but its driver is dead, and left no end in the log: nothing more "
+        "will come until `surefoot train` goes on with it\n"
+    )
+    assert shell("log", "a")[0] == 0
 
 
 def test_ctrl_c_ends_following_cleanly(tmp_path: Path) -> None:
@@ -351,9 +478,41 @@ def test_samples_of_one_update_and_of_one_group(shell: Shell, tmp_path: Path) ->
     assert heads("--group", "2") == ["group 2  attempt 1  row 2  update 1"]
     assert heads("--update", "2", "--group", "5") == ["group 5  attempt 1  row 5  update 2"]
     assert heads("--group", "9") == ["group 9  attempt 1  row 9  not trained yet"]
-    assert "1 to 2" in shell.refused("samples", "a", "--update", "3")
+    assert "--update 3: the run's updates are 1 to 2;" in shell.refused("samples", "a", "--update", "3")
     assert "update 2" in shell.refused("samples", "a", "--update", "2", "--group", "1")
-    assert "99" in shell.refused("samples", "a", "--group", "99")
+    assert "--group 99: the stored groups are 0 to 11;" in shell.refused("samples", "a", "--group", "99")
+    of_one = shell.refused("samples", "a", "--update", "2", "--group", "99")
+    assert "--group 99: update 2 trained the groups 4 to 7;" in of_one
+
+
+def test_samples_that_are_not_there_yet_are_said_to_be(shell: Shell, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    told(Story("new", [f"model.path={model}"]).began())
+    story = Story("stored", [f"model.path={model}"]).began()
+    story.stored()
+    told(story)
+    none = "no update is in the log yet, nor is a group stored; look again when one is"
+    assert shell.refused("samples", "new") == f"surefoot: {none}\n"
+    assert shell.refused("samples", "new", "--update", "1") == f"surefoot: --update 1: {none}\n"
+    assert "--group 0: no group is stored yet" in shell.refused("samples", "new", "--group", "0")
+    error = shell.refused("samples", "stored", "--update", "1")
+    assert (
+        "--update 1: no update is in the log yet; leave --update out and name a stored --group, 0 to 3"
+        in error
+    )
+
+
+def test_a_range_with_gaps_says_how_many_there_are() -> None:
+    from surefoot.trainer.views import span
+
+    assert (span([3]), span([1, 2, 3]), span({0, 4, 9})) == ("3 to 3", "1 to 3", "0 to 9 (3 of these)")
+
+
+def test_help_says_what_every_word_after_the_config_is(shell: Shell) -> None:
+    for command in ("plan", "train"):
+        code, out, _ = shell(command, "--help")
+        assert code == 0 and "[KEY=VALUE]..." in out
+        assert re.search(r"^  KEY=VALUE .*More overrides, each as if after a --set\.$", out, re.MULTILINE)
 
 
 def test_samples_that_were_retired_are_said_to_be(shell: Shell, tmp_path: Path) -> None:
@@ -377,12 +536,35 @@ def test_samples_that_were_retired_are_said_to_be(shell: Shell, tmp_path: Path) 
         retired.read(FsspecGroupStore(tmp_path / "runs/a"), 0, 1)
 
 
+def test_a_missing_group_file_is_named_with_its_place_and_the_way_out(shell: Shell, tmp_path: Path) -> None:
+    sampled(tmp_path)
+    for path in (tmp_path / "runs/a/groups").iterdir():
+        path.unlink()
+    code, out, error = shell("samples", "a")
+    assert (code, out) == (1, "")
+    assert re.fullmatch(
+        rf"surefoot: group 4: group file \w+ at byte 0 is missing in {tmp_path}/runs/a; put the file back, "
+        r"or name another --update\n",
+        error,
+    )
+
+
 def test_a_damaged_group_file_is_an_error_of_one_line(shell: Shell, tmp_path: Path) -> None:
     sampled(tmp_path)
     for path in (tmp_path / "runs/a/groups").iterdir():
         path.write_bytes(b"\0" * path.stat().st_size)
     code, _, error = shell("samples", "a")
     assert code == 1 and error.count("\n") == 1 and "damaged" in error
+
+
+def test_an_export_of_a_missing_checkpoint_says_what_is_kept(shell: Shell, tmp_path: Path) -> None:
+    told(Story().began().completed())
+    code, _, error = shell("export", "a", "out")
+    assert code == 1 and error == (
+        f"surefoot: checkpoint c: manifest.json is missing in {tmp_path}/runs/a: put it back, or name "
+        "another --update (kept are the checkpoints of: 4; 0 is the starting weights)\n"
+    )
+    assert not (tmp_path / "out").exists()
 
 
 # -- audit ----------------------------------------------------------------------------------------------
@@ -403,8 +585,6 @@ def test_audit_prints_a_verdict_for_every_identity(shell: Shell) -> None:
 
 
 def test_an_audit_that_finds_something_fails(shell: Shell, tmp_path: Path) -> None:
-    import sqlite3
-
     told(Story().began().completed())
     database = sqlite3.connect(tmp_path / "runs" / "a" / "log.db")
     for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type='trigger'").fetchall():

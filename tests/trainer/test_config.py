@@ -13,6 +13,7 @@ from surefoot.statemachine.errors import ConfigChanged, ConfigRefused
 from surefoot.trainer.config import changed, load_config, option_fields, refuse_changes
 from surefoot.trainer.config_docs import document
 from surefoot.trainer.options import Config
+from surefoot.trainer.wording import expected
 
 ROOT = Path(__file__).parents[2]
 
@@ -135,6 +136,72 @@ def test_an_unknown_key_is_refused_with_the_nearest_right_one(tmp_path: Path, wr
         assert message.startswith(f"{wrong} is no key") and message.endswith(f"nearest is {right}")
 
 
+@pytest.mark.parametrize("key", ["zzzz.qqq", "zq", "data.xyzzy", "optim.schedule.flavour"])
+def test_a_key_far_from_every_right_one_is_refused_without_a_guess(tmp_path: Path, key: str) -> None:
+    for message in (refusal(BASE, f"{key}=1"), refusal(write(tmp_path, f"{key} = 1\n"))):
+        assert (
+            message == f"{key} is no key of the config; take it out, or find the right one in docs/config.md"
+        )
+    assert (ROOT / "docs" / "config.md").exists()
+
+
+@pytest.mark.parametrize("key", ["", ".", "a..b", "data.", ".seed"])
+def test_a_key_without_a_name_in_each_of_its_places_is_refused_as_such(key: str) -> None:
+    assert refusal(BASE, f"{key}=3") == f"--set {key}=3: must be key=value, as in --set optim.lr=1e-5"
+
+
+def test_a_nameless_key_of_a_file_is_refused_by_its_quotes(tmp_path: Path) -> None:
+    assert refusal(write(tmp_path, '"" = 3\n')).startswith("'' is no key of the config")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("optim.lr=fast", "optim.lr = 'fast': must be a number greater than 0; the default is 1e-06"),
+        ("optim.lr=", "optim.lr = '': must be a number greater than 0; the default is 1e-06"),
+        ("optim.lr=inf", "optim.lr = inf: must be a number greater than 0, and finite; the default is 1e-06"),
+        (
+            "batch.prompts=1.5",
+            "batch.prompts = 1.5: must be an integer greater than or equal to 1; the default is 32",
+        ),
+        (
+            "optim.betas=[0.9]",
+            "optim.betas = [0.9]: has too few values, must be a list of 2, each a number greater than or "
+            "equal to 0 and less than 1; the default is [0.9, 0.999]",
+        ),
+        (
+            'optim.betas=[0.9, "x"]',
+            "optim.betas = 'x': must be a number greater than or equal to 0 and less than 1; the default is "
+            "[0.9, 0.999]",
+        ),
+        (
+            "rollout.deterministic=maybe",
+            "rollout.deterministic = 'maybe': must be true or false; the default is false",
+        ),
+        (
+            "metrics.tensorboard=",
+            "metrics.tensorboard = '': must be true or false; give another value, or leave it out",
+        ),
+        ("data.options=3", "data.options = 3: must be a table; the default is {}"),
+        ("data.options.share=nan", "data.options = nan: must be finite; the default is {}"),
+        ("model.path=", "model.path = '': must not be empty; give another value"),
+        ("data.template=", "data.template = '': must not be empty; give another value, or leave it out"),
+        ("cluster.address=", "cluster.address = '': must not be empty; give another value, or leave it out"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_told_what_is_expected_and_the_way_out(setting: str, said: str) -> None:
+    assert refusal(BASE, setting) == said
+
+
+def test_every_option_can_say_what_it_expects() -> None:
+    for key, field, _ in option_fields():
+        assert expected(field).startswith(("a ", "an ", "true", "one of")), key
+
+
+def test_a_number_too_long_to_read_is_refused_as_a_value() -> None:
+    assert refusal(BASE, f"seed={'9' * 5000}").startswith("seed = '999")
+
+
 @pytest.mark.parametrize(
     ("setting", "rule"),
     [
@@ -224,14 +291,29 @@ def test_a_path_in_the_file_is_taken_from_its_folder_if_it_is_there(
     assert load_config(path, ["model.path=model"]).model.path == str(current / "model")
 
 
+def test_how_a_path_was_written_is_no_part_of_what_a_config_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative, absolute = load_config(BASE), load_config(BASE, [f"model.path={tmp_path}/model"])
+    assert relative == absolute and relative.resolved() == absolute.resolved()
+    assert relative.written("model.path") != absolute.written("model.path")
+    assert relative != load_config(BASE, ["seed=1"])
+
+
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     assert "no such file" in refusal(tmp_path / "absent.toml")
+    assert refusal(tmp_path) == f"config {tmp_path}: is a folder; name a TOML file"
     assert "line 4" in refusal(write(tmp_path, "batch.prompts = = 3\n"))
 
 
 def test_keys_of_generated_tasks_are_refused_for_files_and_needed_otherwise() -> None:
     assert refusal(BASE, "data.source=rows.jsonl").startswith("data.size = 10: is for generated tasks only")
     assert refusal(BASE, "data.size=none").startswith("data.size is not set")
+    other = (
+        "data.source = 'other:task': must be 'reasoning_gym:TASK', or the path of a .jsonl or .parquet file"
+    )
+    assert refusal(BASE, "data.source=other:task") == other
     rows = {"data": {"source": "rows.jsonl"}, "model": BASE["model"]}
     assert "eval.source" in refusal(rows, "eval.every_updates=2")
     assert load_config({"model": BASE["model"]}, rows="mine").data.source == "object:mine"

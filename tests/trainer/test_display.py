@@ -77,6 +77,45 @@ def test_a_terminal_gets_a_panel_and_no_line_an_update() -> None:
     assert not [line for line in plain.splitlines() if line.startswith("update 1/4")]
 
 
+def test_without_a_terminal_what_is_waited_for_is_a_plain_line() -> None:
+    out = io.StringIO()
+    with Display("a", Console(file=out)) as display:
+        display.waiting("starting Ray")
+        display.waiting("redoing updates 3 to 4: 3 is done")
+    assert out.getvalue() == "starting Ray\nredoing updates 3 to 4: 3 is done\n"
+
+
+def test_a_terminal_shows_what_is_waited_for_until_workers_are_ready() -> None:
+    display, state = Display("a", Console(file=io.StringIO(), force_terminal=True, width=100)), RunState()
+
+    def panel() -> str:
+        console = Console(file=io.StringIO(), width=100)
+        console.print(display._panel())
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    with display:
+        display.waiting("starting Ray")
+        assert panel().splitlines()[0] == "run a" and "starting Ray" in panel()
+        assert "policy version" not in panel()  # there is none to speak of
+        for row in Story().began().rows:
+            event = state.apply(row)
+            if row.type == "WorkersReady":
+                display.waiting("building the parts")
+                assert "building the parts" in panel() and "run a, incarnation 1" in panel()
+            display.on_event(row, event, state)
+        assert "building" not in panel() and "policy version" in panel()
+
+
+def test_a_run_that_was_refused_leaves_no_panel_behind() -> None:
+    out = io.StringIO()
+    with Display("a", Console(file=out, force_terminal=True, width=100)) as display:
+        display.waiting("checking config and data")
+    assert out.getvalue().endswith("\x1b[1A\x1b[2K" * 2)  # both of its lines are erased
+    assert shown(Story().began(), terminal=True).endswith(
+        "\x1b[?25h"
+    )  # and those of a run that began are not
+
+
 def test_what_else_happens_is_said_in_a_line() -> None:
     story = Story(sets=["eval.every_updates=1"]).began().evaluated(0.4)
     text = shown(story)

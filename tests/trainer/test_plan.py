@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,7 +20,7 @@ from surefoot.statemachine.errors import (
     UserMistake,
 )
 from surefoot.statemachine.events import RunCreated
-from surefoot.trainer.config import load_config
+from surefoot.trainer.config import Config, load_config
 from surefoot.trainer.plan import (
     RATES_SHOWN,
     Prepared,
@@ -27,6 +30,7 @@ from surefoot.trainer.plan import (
     prepare,
     shown_steps,
 )
+from surefoot.trainer.slots import local_slots
 
 from .models import write_model, write_rows
 
@@ -89,6 +93,14 @@ def test_the_plan_as_text_has_the_derivation_line_by_line(base: dict[str, Any]) 
     assert [line for line in lines if line.startswith("  optimizer step")][-1].split()[-1] == "4.951557e-02"
 
 
+def test_the_plan_says_from_which_number_optimizer_steps_are_counted(base: dict[str, Any]) -> None:
+    (heading,) = [line for line in plan_lines(planned(base)) if line.startswith("learning rate")]
+    assert heading == (
+        "learning rate: 1, cosine, over optimizer steps 0 to 6, counted from 0 (train's display counts those "
+        "that are done)"
+    )
+
+
 def test_of_many_learning_rates_the_text_shows_some_with_peak_and_ends() -> None:
     assert shown_steps(RATES_SHOWN, 0) == list(range(RATES_SHOWN))
     shown = shown_steps(10_000, 137)
@@ -110,6 +122,49 @@ def test_bad_data_is_refused_with_its_line(base: dict[str, Any]) -> None:
     refusal(DataRefused, base)
 
 
+def test_a_path_that_leads_nowhere_is_named_as_written_and_as_looked_for(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, current = tmp_path / "configs", tmp_path / "current"
+    beside.mkdir()
+    current.mkdir()
+    monkeypatch.chdir(current)
+    file = beside / "run.toml"
+    file.write_text(f"data.source = 'sums.jsonl'\nmodel.path = '{base['model']['path']}'\n")
+    neither = (
+        f"data.source = 'sums.jsonl': there is neither {beside}/sums.jsonl (the config's folder) nor "
+        f"{current}/sums.jsonl (the current folder); put it there, or name another file"
+    )
+
+    def said(kind: type[UserMistake], config: Config) -> str:
+        with pytest.raises(kind) as caught:
+            prepare(config)
+        return str(caught.value)
+
+    assert said(DataRefused, load_config(file)) == neither
+    assert said(DataRefused, load_config(load_config(file))) == neither  # as the library loads it once more
+    here = f"there is no {current}/sums.jsonl (the current folder); put it there, or name another file"
+    assert said(DataRefused, load_config(file, ["data.source=sums.jsonl"])).endswith(here)
+    monkeypatch.chdir(beside)
+    assert said(DataRefused, load_config(file)).endswith(here.replace(str(current), str(beside)))
+    elsewhere = "eval.source = '/nowhere/held.jsonl': there is no /nowhere/held.jsonl; put it there, or name"
+    assert refusal(DataRefused, base, "eval.every_updates=1", "eval.source=/nowhere/held.jsonl").startswith(
+        elsewhere
+    )
+    assert planned(base, "eval.source=/nowhere/held.jsonl")  # which nobody reads
+    assert refusal(ModelRefused, base, "model.path=some/model") == (
+        f"model.path = 'some/model': there is no {beside}/some/model (the current folder); put it there, or "
+        "name a folder written by save_pretrained"
+    )
+
+
+def test_a_path_out_of_a_log_is_named_as_the_log_has_it(base: dict[str, Any]) -> None:
+    Path(base["data"]["source"]).unlink()
+    resolved = Config.from_resolved(load_config(base).resolved())
+    with pytest.raises(DataRefused, match=f"there is no {base['data']['source']};"):
+        prepare(resolved)
+
+
 def test_a_folder_that_is_no_model_is_refused(base: dict[str, Any], tmp_path: Path) -> None:
     assert str(tmp_path) in refusal(ModelRefused, base, f"model.path={tmp_path}")
     assert "gpt2" in refusal(
@@ -120,6 +175,31 @@ def test_a_folder_that_is_no_model_is_refused(base: dict[str, Any], tmp_path: Pa
     assert "model.safetensors" in refusal(ModelRefused, base, f"model.path={lacking}")
     small = write_model(tmp_path / "small", vocab_size=10)
     assert "97" in refusal(ModelRefused, base, f"model.path={small}")
+
+
+def test_weights_that_were_cut_short_are_refused_before_anything_starts(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "model" / "model.safetensors"
+    whole = path.read_bytes()
+    for torn in (whole[:-1], whole + b"x", whole[:20], b"", b"no weights at all"):
+        path.write_bytes(torn)
+        message = refusal(ModelRefused, base)
+        assert str(path) in message and message.endswith("it is torn; copy the model again"), torn
+    path.write_bytes(whole[:-1])
+    assert f"is {len(whole) - 1} bytes long where its header says {len(whole)}" in refusal(ModelRefused, base)
+    path.write_bytes(whole)
+    assert planned(base)
+
+
+def test_storage_that_nothing_here_opens_is_refused_before_anything_starts(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
+    assert refusal(ConfigRefused, base, "storage.url=nope://bucket").startswith(
+        "storage.url = 'nope://bucket': Protocol not known: nope; name a folder"
+    )
+    for url in (str(tmp_path), "memory://bucket", f"simplecache::file://{tmp_path}"):
+        assert planned(base, f"storage.url={url}")
 
 
 def test_a_prompt_that_does_not_fit_the_context_is_refused(base: dict[str, Any]) -> None:
@@ -144,6 +224,42 @@ def test_a_filter_without_prompts_to_spare_makes_the_total_an_upper_bound(base: 
     assert planned(base, on).warnings == []  # 30 prompts, 28 needed
     (warning,) = planned(base, on, "data.max_prompts=28").warnings
     assert "upper bound" in warning and "7 optimizer steps" in warning
+
+
+def test_more_workers_and_ranks_than_a_local_ray_has_slots_are_warned_of(
+    base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["rollout.workers=3", "learner.ranks=2"]
+    assert planned(base, *asked, "cluster.slots=5").warnings == []
+    (warning,) = planned(base, *asked, "cluster.slots=4").warnings
+    assert warning == (
+        "rollout.workers = 3 and learner.ranks = 2 need 5 slots, a local Ray here has 4: train will refuse "
+        "them; raise cluster.slots, or use fewer workers or ranks"
+    )
+    assert f"warning: {warning}" in list(plan_lines(planned(base, *asked, "cluster.slots=4")))
+    # another cluster's size is not known here
+    assert planned(base, *asked, "cluster.slots=4", "cluster.address=host:6379").warnings == []
+    for cores, slots in ((1, 8), (3, 12)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert planned(base, f"rollout.workers={slots - 1}").warnings == []
+        assert f"here has {slots}:" in planned(base, f"rollout.workers={slots}").warnings[0]
+
+
+def test_a_local_ray_is_started_with_the_slots_that_the_plan_counts_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from surefoot.trainer.raysession import _Host
+
+    asked: list[int] = []
+    ray = SimpleNamespace(init=lambda **options: asked.append(options["num_cpus"]))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr("surefoot.trainer.raysession.loopback", contextlib.nullcontext)  # for Ray's own sake
+    for slots in (None, 3):
+        host = _Host()
+        host._start(slots)
+        assert host._folder is not None
+        host._folder.remove()
+    assert asked == [local_slots(None), 3]
 
 
 def test_rows_and_rewards_passed_as_objects_are_recorded_by_name(base: dict[str, Any]) -> None:

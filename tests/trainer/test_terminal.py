@@ -45,6 +45,7 @@ class StandIn:
                 listener(row, row.event(), Story().began().state)
         for _ in range(cls.signals):
             os.kill(os.getpid(), signal.SIGTERM)
+        options["waiting"]("building the parts")
         yield run
 
     async def outcome(self) -> Outcome:
@@ -87,14 +88,30 @@ def test_the_exit_code_says_how_the_run_ended(
     assert f"run a is {phase}" in out and "learning curve: runs/a/curve.png" in out
     assert (place.folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert [line for line in out.splitlines() if line.startswith("update ")]
+    assert "building the parts" in out.splitlines()
 
 
-def test_a_signal_asks_the_run_to_stop(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_an_update_has_no_curve(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(StandIn, "ends", Phase.PREEMPTED)
+    place = Place("early")
+    Story("early", ["eval.every_updates=1"]).began().evaluated(0.4).save(place)
+    assert driven(place) == 75
+    assert "curve" not in capsys.readouterr().out
+    assert not place.curve.exists()
+
+
+def test_a_signal_asks_the_run_to_stop(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(StandIn, "ends", None)
     monkeypatch.setattr(StandIn, "signals", 1)
     before = signal.getsignal(signal.SIGTERM)
     assert driven(place) == 75
     assert len(StandIn.preempted) == 1
+    answered = "asked to stop: ending within 30 s; ask again to end at once"
+    assert capsys.readouterr().out.count(answered) == 1
     assert signal.getsignal(signal.SIGTERM) is before
 
 
