@@ -45,7 +45,7 @@ from .recovery import redo
 from .tasks import cancel
 
 HEARTBEAT_SECONDS = 5.0
-DRAIN_LOOK_SECONDS = 5.0
+DRAIN_LOOK_SECONDS = 1.0
 LEARNER_TRIES_WITHOUT_PROGRESS = 3
 
 

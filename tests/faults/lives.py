@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,23 @@ class Life:
     def _look_again(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(LOOK_SECONDS)
+
+    def stands(self, seconds: float = LIFE_SECONDS) -> bool:
+        """Wait until it stands at a crash point armed with `stop`. False: it has ended without, or is killed
+        because the time is up."""
+        with ThreadPoolExecutor(1) as waiting:
+            news = os.WSTOPPED | os.WEXITED | os.WNOWAIT
+            child = waiting.submit(os.waitid, os.P_PID, self.process.pid, news)
+            try:
+                said = child.result(seconds)
+            except TimeoutError:
+                self.kill()
+                return False
+        return said is not None and said.si_code == os.CLD_STOPPED
+
+    def go_on(self) -> None:
+        """Let one that stands go on."""
+        os.kill(self.process.pid, signal.SIGCONT)
 
     def below(self) -> list[psutil.Process]:
         """Every process that this one has started."""

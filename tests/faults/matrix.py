@@ -7,15 +7,11 @@ all of them and writes the table.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from surefoot.statemachine.crashpoints import CRASHPOINTS
 
@@ -121,28 +117,14 @@ def live_through(case: Case, untouched: RealRun, folder: Path) -> Verdict:
 
 def _kill_while_it_stands(life: Life, actor: str) -> str:
     """Kill an actor while the driver stands at the crash point, then let it go on."""
-    driver = psutil.Process(life.process.pid)
-    for _ in _until(120.0):
-        if life.process.poll() is not None:
-            return f"the driver ended with {life.process.returncode} before the crash point"
-        if driver.status() == psutil.STATUS_STOPPED:
-            break
-    else:
-        life.kill()
-        return "the crash point was not reached"
+    if not life.stands():
+        return f"the crash point was not reached: exit code {life.wait()}"
     victims = life.actors(actor)
     for victim in victims:
         victim.kill()
     gone(victims)
-    os.kill(life.process.pid, signal.SIGCONT)
+    life.go_on()
     return "" if victims else f"there was no {actor} at this place"
-
-
-def _until(seconds: float) -> Iterator[None]:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        yield
-        time.sleep(0.02)
 
 
 def table(verdicts: list[Verdict]) -> str:

@@ -10,20 +10,10 @@ from pathlib import Path
 import pytest
 
 from .lives import RealRun, gone
-from .small import make_small
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> RealRun:
-    """The run that nobody touched."""
-    folder = tmp_path_factory.mktemp("untouched")
-    run = RealRun(make_small(folder), folder / "runs")
-    assert run.live() == 0, run.output()
-    return run
 
 
 def test_the_untouched_run_is_whole(untouched: RealRun) -> None:
