@@ -32,6 +32,11 @@ class RealRun:
     config: Path
     runs_dir: Path
     name: str = "small"
+    db: str | None = None  # a shared database for the log
+
+    @property
+    def _where(self) -> list[str]:
+        return ["--runs-dir", str(self.runs_dir), *(["--db", self.db] if self.db else [])]
 
     def start(self, *arguments: str, crashpoint: str | None = None) -> Life:
         """Begin a life: `surefoot train`, in a session of its own."""
@@ -44,8 +49,7 @@ class RealRun:
             str(self.config),
             "--run",
             self.name,
-            "--runs-dir",
-            str(self.runs_dir),
+            *self._where,
             *arguments,
         ]
         self.runs_dir.mkdir(parents=True, exist_ok=True)
@@ -71,8 +75,7 @@ class RealRun:
         words = [
             str(Path(sys.executable).with_name("surefoot")),
             *arguments,
-            "--runs-dir",
-            str(self.runs_dir),
+            *self._where,
         ]
         return subprocess.run(
             words, cwd=self.config.parent, capture_output=True, text=True, timeout=LIFE_SECONDS, check=False
@@ -80,10 +83,10 @@ class RealRun:
 
     def rows(self) -> list[EventRow]:
         """The log; empty if there is none yet."""
-        place = Place(self.name, self.runs_dir)
-        if not place.exists():
-            return []
+        place = Place(self.name, self.runs_dir, self.db)
         try:
+            if not place.exists():
+                return []
             with place.reading() as log:
                 return list(log.read(self.name))
         except SurefootError:

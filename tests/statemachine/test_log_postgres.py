@@ -15,7 +15,7 @@ from surefoot.statemachine.errors import LogBroken, LogUnavailable, RunExists, R
 from surefoot.statemachine.log import EventLog, verify_chain
 from surefoot.statemachine.sqllog import SqlLog, open_log
 
-from .conftest import Server
+from ..servers import Server
 from .log_contract import LogContract
 from .logs import FIRST, HERE, append, note, rows_after, texts
 
