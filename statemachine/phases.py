@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -37,8 +38,9 @@ class Phase(StrEnum):
     FAILED = "Failed"  # could not go on; tried again when run again
 
 
-ENDED = frozenset({Phase.COMPLETED, Phase.STOPPED, Phase.PREEMPTED, Phase.FAILED})
-CLOSED = frozenset({Phase.COMPLETED, Phase.STOPPED})
+# tuples: each event folded is looked up here, and an enum's hash is worked out in Python
+ENDED = (Phase.COMPLETED, Phase.STOPPED, Phase.PREEMPTED, Phase.FAILED)
+CLOSED = (Phase.COMPLETED, Phase.STOPPED)
 _LEARNING = (Phase.ROLLOUT, Phase.UPDATE, Phase.SYNC)
 _ALIVE = (Phase.CREATED, Phase.RESOLVE_BUDGET, Phase.INIT_WORKERS, *_LEARNING)
 
@@ -85,7 +87,7 @@ def batch_is_stored(state: RunState, event: Event) -> bool:
     return (
         isinstance(event, UpdateBegan)
         and event.update == state.updates + 1
-        and all(state.is_stored(prompt_index, attempt) for prompt_index, attempt in event.groups)
+        and all(starmap(state.is_stored, event.groups))
     )
 
 
@@ -167,19 +169,23 @@ _MAY_STAY = frozenset({"GroupsDropped"})  # moves only when it drops the rest
 
 def destination(state: RunState, event: Event) -> Phase:
     """Where the event leads from the state's phase. Raises IllegalEvent where no move allows it."""
-    name = type_of(event)
+    name, phase = type_of(event), state.phase
     moves = MOVES_BY_EVENT.get(name)
     if moves is None:
-        return state.phase
+        return phase
     for move in moves:
-        if state.phase in move.sources and all(need(state, event) for need in move.needs):
-            return move.dest
+        if phase in move.sources:
+            for need in move.needs:
+                if not need(state, event):
+                    break
+            else:
+                return move.dest
     if name in _MAY_STAY:
-        return state.phase
-    needs = [need.__doc__ or "" for move in moves if state.phase in move.sources for need in move.needs]
+        return phase
+    needs = [need.__doc__ or "" for move in moves if phase in move.sources for need in move.needs]
     rule = " ".join(dict.fromkeys(needs)) if needs else f"{name} is legal in {', '.join(_legal_in(moves))}."
     raise IllegalEvent(
-        f"event {state.seq + 1}: {name} is not allowed in phase {state.phase}: {rule}",
+        f"event {state.seq + 1}: {name} is not allowed in phase {phase}: {rule}",
         seq=state.seq + 1,
         event=name,
     )
