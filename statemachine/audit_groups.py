@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from .audit_findings import Facts
+from .audit_findings import Facts, Tally
 from .events import (
     AnswerRefused,
     AttemptFailed,
@@ -52,32 +52,6 @@ class FileUse(msgspec.Struct, gc=False):
 
     waiting: int
     last_update: int = 0
-
-
-class Tally(msgspec.Struct):
-    """Mean length and reward over the groups of one fate that were stored."""
-
-    groups: int = 0
-    samples: int = 0
-    tokens: int = 0
-    reward_sum: float = 0.0
-    unanswered: int = 0  # groups of that fate that never had an answer
-
-    def add(self, group: LiveGroup) -> None:
-        """Count a group that was stored."""
-        self.groups += 1
-        self.samples += group.samples
-        self.tokens += group.tokens
-        self.reward_sum += group.reward_sum
-
-    def figures(self) -> dict[str, float | int | None]:
-        """What the report says of it."""
-        return {
-            "groups": self.groups,
-            "unanswered": self.unanswered,
-            "mean_length": self.tokens / self.samples if self.samples else None,
-            "mean_reward": self.reward_sum / self.samples if self.samples else None,
-        }
 
 
 class GroupAudit:
@@ -158,8 +132,7 @@ class GroupAudit:
         return group
 
     def on_admitted(self, event: GroupsAdmitted, seq: int) -> None:
-        facts, fates, live = self._facts, self.fates, self.live
-        version = facts.policy_version
+        facts, fates, live, version = self._facts, self.fates, self.live, self._facts.policy_version
         facts.worked(seq, "groups were admitted")
         if facts.exhausted:
             facts.violation("admission", seq, "groups were admitted after what was left had been dropped")
@@ -324,7 +297,11 @@ class GroupAudit:
                 f" {samples} versions, batch.group_size is {group_size}",
             )
         if samples:
-            low, high = min(oldest), max(newest or oldest)
+            # one version made it all, as a rule: to compare and count is a fraction of min, max and sum
+            one_version = oldest == newest and oldest.count(oldest[0]) == samples
+            low = oldest[0] if one_version else min(oldest)
+            high = low if one_version else max(newest or oldest)
+            group.oldest_version_sum = low * samples if one_version else sum(oldest)
             if (
                 low < group.admission_version
                 or high > facts.policy_version
@@ -339,7 +316,6 @@ class GroupAudit:
             group.oldest_version = low
         group.file = file
         group.samples = samples
-        group.oldest_version_sum = sum(oldest)
         group.tokens = sum(lengths)
         try:
             group.reward_sum = sum(rewards)

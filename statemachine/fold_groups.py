@@ -22,8 +22,9 @@ def on_admitted(state: RunState, event: ev.GroupsAdmitted, row: EventRow) -> Non
     groups, drawn, version = event.groups, state.drawn, state.policy_version
     if state.exhausted:
         refuse(row, "the data is exhausted")
-    if [issue.prompt_index for issue in groups] != list(range(drawn, drawn + len(groups))):
-        refuse(row, f"prompts are drawn in order, and the next is {drawn}")
+    for index, issue in enumerate(groups, drawn):
+        if issue.prompt_index != index:
+            refuse(row, f"prompts are drawn in order, and the next is {drawn}")
     for issue in groups:
         if issue.attempt != 1 or issue.admission_version != version:
             refuse(row, "a first attempt is admitted at the current policy version")

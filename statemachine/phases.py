@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
-from itertools import starmap
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -84,11 +83,13 @@ def no_publication_due(state: RunState, event: Event) -> bool:
 
 def batch_is_stored(state: RunState, event: Event) -> bool:
     """The batch is the next update's, and every group of it is in the store."""
-    return (
-        isinstance(event, UpdateBegan)
-        and event.update == state.updates + 1
-        and all(starmap(state.is_stored, event.groups))
-    )
+    if not isinstance(event, UpdateBegan) or event.update != state.updates + 1:
+        return False
+    # every update of a log comes by here: to loop is cheaper than all() over a generator
+    for prompt_index, attempt in event.groups:  # noqa: SIM110
+        if not state.is_stored(prompt_index, attempt):
+            return False
+    return True
 
 
 def publishes_the_last_update(state: RunState, event: Event) -> bool:

@@ -20,7 +20,7 @@ from .errors import IllegalEvent, LogBroken
 from .events import decode
 from .fold_parts import FATES, FileUse, LiveGroup, UpdateRecord, refuse
 from .log import EventRow
-from .phases import CLOSED, ENDED, Phase, destination
+from .phases import CLOSED, ENDED, MOVES_BY_EVENT, Phase, destination
 from .schedule import ScheduleSpec
 
 
@@ -145,13 +145,8 @@ class RunState:
         bound = int(self.config["sync"]["max_staleness"])
         version = self.policy_version if policy_version is None else policy_version
         window = (bound + version + 1) * total.every_updates * total.batch_prompts
-        return max(
-            0,
-            min(
-                min(window, prompts_needed(total)) - self.survivors,
-                total.prompts_total - self.drawn,
-            ),
-        )
+        at_most = min(window, prompts_needed(total)) - self.survivors
+        return max(0, min(at_most, total.prompts_total - self.drawn))
 
     def covered_update(self) -> int:
         """Every update up to this one is in each kept checkpoint. 0 with none."""
@@ -205,7 +200,7 @@ class RunState:
         phase = self.phase
         if phase in CLOSED:
             refuse(row, f"the run is {phase}")
-        if self.created is not None:
+        if kind in MOVES_BY_EVENT and self.created is not None:
             phase = destination(self, event)
         _HANDLERS[kind](self, event, row)
         self.phase = phase
