@@ -7,11 +7,15 @@ events and never from the fold. Invariant: a violation is recorded with its seq 
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from .budget import prompts_needed, schedule_of
 from .events import BudgetResolved
 from .schedule import ScheduleSpec
+
+if TYPE_CHECKING:
+    from .audit_groups import LiveGroup
 
 CHECKS: dict[str, str] = {
     "chain": "the hash chain is whole and seq is dense from 1",
@@ -40,6 +44,33 @@ CHECKS: dict[str, str] = {
 }
 
 SHOWN_PER_CHECK = 3
+
+
+@dataclass(slots=True)
+class Tally:
+    """Mean length and reward over the groups of one fate that were stored."""
+
+    groups: int = 0
+    samples: int = 0
+    tokens: int = 0
+    reward_sum: float = 0.0
+    unanswered: int = 0  # groups of that fate that never had an answer
+
+    def add(self, group: LiveGroup) -> None:
+        """Count a group that was stored."""
+        self.groups += 1
+        self.samples += group.samples
+        self.tokens += group.tokens
+        self.reward_sum += group.reward_sum
+
+    def figures(self) -> dict[str, float | int | None]:
+        """What the report says of it."""
+        return {
+            "groups": self.groups,
+            "unanswered": self.unanswered,
+            "mean_length": self.tokens / self.samples if self.samples else None,
+            "mean_reward": self.reward_sum / self.samples if self.samples else None,
+        }
 
 
 class Facts:
@@ -90,6 +121,11 @@ class Facts:
         self.budget = budget
         self.prompts_needed = prompts_needed(budget)
         self.schedule = schedule_of(budget)
+
+    @property
+    def may_learn(self) -> bool:
+        """Whether there are a budget, workers and a learner: `learned` would have nothing to say."""
+        return self.learner_ready and self.workers_ready and self.budget is not None
 
     def worked(self, seq: int, what: str) -> None:
         """Something happened that needs workers."""

@@ -7,10 +7,11 @@ only here, so a group that is in two of them, or in none, has been reported at t
 from __future__ import annotations
 
 from operator import le
+from typing import Any
 
 import msgspec
 
-from .audit_findings import Facts
+from .audit_findings import Facts, Tally
 from .events import (
     AnswerRefused,
     AttemptFailed,
@@ -29,6 +30,7 @@ NONE, UNDER_WAY, LOST, STORED, TRAINED, DROPPED = range(6)
 FATE_NAMES = ("not drawn", "admitted", "admitted", "stored", "trained", "dropped")
 
 _LOSE_ATTEMPTS = bytes(LOST if fate == UNDER_WAY else fate for fate in range(256))
+_SURVIVING = bytes((UNDER_WAY, LOST, STORED))
 _LARGEST_GAP = 1 << 20  # prompt indices further ahead than this are reported and not followed
 
 
@@ -52,32 +54,6 @@ class FileUse(msgspec.Struct, gc=False):
     last_update: int = 0
 
 
-class Tally(msgspec.Struct):
-    """Mean length and reward over the groups of one fate that were stored."""
-
-    groups: int = 0
-    samples: int = 0
-    tokens: int = 0
-    reward_sum: float = 0.0
-    unanswered: int = 0  # groups of that fate that never had an answer
-
-    def add(self, group: LiveGroup) -> None:
-        """Count a group that was stored."""
-        self.groups += 1
-        self.samples += group.samples
-        self.tokens += group.tokens
-        self.reward_sum += group.reward_sum
-
-    def figures(self) -> dict[str, float | int | None]:
-        """What the report says of it."""
-        return {
-            "groups": self.groups,
-            "unanswered": self.unanswered,
-            "mean_length": self.tokens / self.samples if self.samples else None,
-            "mean_reward": self.reward_sum / self.samples if self.samples else None,
-        }
-
-
 class GroupAudit:
     """Every group from its admission to its fate."""
 
@@ -94,6 +70,7 @@ class GroupAudit:
         self.refused = 0
         self.most_in_window = 0  # largest number admitted and not dropped
         self.tallies = {fate: Tally() for fate in ("trained", "dropped", "reissued")}
+        self._trained = self.tallies["trained"]
         self._next_survivor = 0  # below it every prompt is trained or dropped
 
     def survivors_in_draw_order(self, groups: int) -> list[int]:
@@ -102,6 +79,9 @@ class GroupAudit:
         while index < len(fates) and fates[index] >= TRAINED:
             index += 1
         self._next_survivor = index
+        ahead = fates[index : index + groups]
+        if not ahead.translate(None, _SURVIVING):  # none among them that does not survive, as a rule
+            return list(range(index, index + len(ahead)))
         found: list[int] = []
         while len(found) < groups and index < len(fates):
             if UNDER_WAY <= fates[index] <= STORED:
@@ -125,7 +105,9 @@ class GroupAudit:
 
     def train(self, prompt_index: int, attempt: int, update: int, seq: int) -> LiveGroup | None:
         """Move a group to trained, in an update; what was stored of it, if it was."""
-        fate, group = self._fate(prompt_index), self.live.get(prompt_index)
+        fates = self.fates
+        fate = fates[prompt_index] if 0 <= prompt_index < len(fates) else NONE
+        group = self.live.get(prompt_index)
         if fate == TRAINED:
             self._facts.violation("trained_once", seq, f"group {prompt_index} is trained a second time")
             return None
@@ -140,17 +122,17 @@ class GroupAudit:
                 f"attempt {attempt} of group {prompt_index} is trained, attempt {group.attempt} is stored",
             )
         if fate != NONE:
-            self.fates[prompt_index] = TRAINED
+            fates[prompt_index] = TRAINED
             self.live.pop(prompt_index, None)
             self.ready.pop(prompt_index, None)
         if group is None or fate != STORED:
             return None
-        self.tallies["trained"].add(group)
+        self._trained.add(group)
         self._leave_file(group.file, update)
         return group
 
     def on_admitted(self, event: GroupsAdmitted, seq: int) -> None:
-        facts, fates = self._facts, self.fates
+        facts, fates, live, version = self._facts, self.fates, self.live, self._facts.policy_version
         facts.worked(seq, "groups were admitted")
         if facts.exhausted:
             facts.violation("admission", seq, "groups were admitted after what was left had been dropped")
@@ -166,12 +148,12 @@ class GroupAudit:
                 facts.violation(
                     "attempts", seq, f"group {index} was admitted as attempt {issue.attempt}, not 1"
                 )
-            if issue.admission_version != facts.policy_version:
+            if issue.admission_version != version:
                 facts.violation(
                     "admission",
                     seq,
                     f"group {index} was admitted at version {issue.admission_version},"
-                    f" the policy version was {facts.policy_version}",
+                    f" the policy version was {version}",
                 )
             if index == len(fates):
                 fates.append(UNDER_WAY)
@@ -185,7 +167,7 @@ class GroupAudit:
                     continue
                 fates[index] = UNDER_WAY
             self.drawn += 1
-            self.live[index] = LiveGroup(issue.attempt, issue.admission_version)
+            live[index] = LiveGroup(issue.attempt, issue.admission_version)
         self._check_window(seq)
 
     def _check_window(self, seq: int) -> None:
@@ -267,14 +249,16 @@ class GroupAudit:
         self.fates[index] = LOST
 
     def on_stored(self, event: GroupsStored, seq: int) -> None:
+        file, fates, live = event.file, self.fates, self.live
         self._facts.worked(seq, "groups were stored")
-        if event.file in self._file_names:
-            self._facts.violation("files", seq, f"group file {event.file} was written a second time")
-        self._file_names.add(event.file)
-        use = self.files.setdefault(event.file, FileUse(0))
+        if file in self._file_names:
+            self._facts.violation("files", seq, f"group file {file} was written a second time")
+        self._file_names.add(file)
+        use = self.files.setdefault(file, FileUse(0))
         for stored in event.groups:
             index = stored.prompt_index
-            fate, group = self._fate(index), self.live.get(index)
+            fate = fates[index] if 0 <= index < len(fates) else NONE
+            group = live.get(index)
             if group is None or fate == STORED:
                 self._facts.violation(
                     "fates",
@@ -292,27 +276,32 @@ class GroupAudit:
                     + ("none" if fate == LOST else f"attempt {group.attempt}"),
                 )
             use.waiting += 1
-            self._keep_samples(group, stored, event.file, seq)
-            self.fates[index] = STORED
+            self._keep_samples(group, stored, file, seq)
+            fates[index] = STORED
             self.ready[index] = None
 
     def _keep_samples(self, group: LiveGroup, stored: StoredGroup, file: str, seq: int) -> None:
         facts, index = self._facts, stored.prompt_index
+        rewards: list[Any] = stored.rewards
         oldest, newest, lengths = stored.oldest_versions, stored.newest_versions, stored.lengths
-        samples = len(oldest)
+        samples, group_size = len(oldest), facts.group_size
         if (
-            not samples == len(newest) == len(lengths) == len(stored.rewards) == len(stored.truncated)
+            not samples == len(newest) == len(lengths) == len(rewards) == len(stored.truncated)
             or samples == 0
-            or (samples != facts.group_size and facts.group_size is not None)
+            or (samples != group_size and group_size is not None)
         ):
             facts.violation(
                 "samples",
                 seq,
-                f"group {index} was stored with {len(stored.rewards)} rewards, {len(lengths)} lengths and"
-                f" {samples} versions, batch.group_size is {facts.group_size}",
+                f"group {index} was stored with {len(rewards)} rewards, {len(lengths)} lengths and"
+                f" {samples} versions, batch.group_size is {group_size}",
             )
         if samples:
-            low, high = min(oldest), max(newest or oldest)
+            # one version made it all, as a rule: to compare and count is a fraction of min, max and sum
+            one_version = oldest == newest and oldest.count(oldest[0]) == samples
+            low = oldest[0] if one_version else min(oldest)
+            high = low if one_version else max(newest or oldest)
+            group.oldest_version_sum = low * samples if one_version else sum(oldest)
             if (
                 low < group.admission_version
                 or high > facts.policy_version
@@ -327,9 +316,11 @@ class GroupAudit:
             group.oldest_version = low
         group.file = file
         group.samples = samples
-        group.oldest_version_sum = sum(oldest)
         group.tokens = sum(lengths)
-        group.reward_sum = sum(map(float, stored.rewards))
+        try:
+            group.reward_sum = sum(rewards)
+        except TypeError:  # a string is among them, for a number that JSON has not
+            group.reward_sum = sum(map(float, rewards))
 
     def on_dropped(self, event: GroupsDropped, seq: int) -> None:
         for index in event.prompt_indices:
@@ -369,9 +360,10 @@ class GroupAudit:
 
     def _leave_file(self, file: str, update: int) -> None:
         use = self.files.get(file)
-        if use is not None:  # else it was retired too early, which has been reported
+        if use is not None:  # else it was retired too early, and reported
             use.waiting -= 1
-            use.last_update = max(use.last_update, update)
+            if update > use.last_update:
+                use.last_update = update
 
     def _fate(self, prompt_index: int) -> int:
         return self.fates[prompt_index] if 0 <= prompt_index < len(self.fates) else NONE

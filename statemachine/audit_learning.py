@@ -58,7 +58,8 @@ class LearningAudit:
 
     def on_update_began(self, event: UpdateBegan, seq: int) -> None:
         facts, update = self._facts, event.update
-        facts.learned(seq, f"update {update} began")
+        if not facts.may_learn:
+            facts.learned(seq, f"update {update} began")
         if update != facts.updates + 1:
             facts.violation("batches", seq, f"update {update} began after {facts.updates} updates")
         if self._batch is not None:
@@ -122,7 +123,8 @@ class LearningAudit:
 
     def on_update_applied(self, event: UpdateApplied, seq: int) -> None:
         facts, update = self._facts, event.update
-        facts.learned(seq, f"update {update} was applied")
+        if not facts.may_learn:
+            facts.learned(seq, f"update {update} was applied")
         if event.learner_try != facts.learner_try:
             facts.violation(
                 "workers",
@@ -139,8 +141,12 @@ class LearningAudit:
                 f"update {update} was applied with groups {_few([i for i, _ in event.groups])},"
                 f" update {batch.update} had begun with {_few([i for i, _ in batch.groups])}",
             )
-        trained = [self._groups.train(index, attempt, update, seq) for index, attempt in event.groups]
-        self._check_staleness(event, [group for group in trained if group is not None], seq)
+        trained: list[LiveGroup] = []
+        for index, attempt in event.groups:
+            group = self._groups.train(index, attempt, update, seq)
+            if group is not None:
+                trained.append(group)
+        self._check_staleness(event, trained, seq)
         self._check_steps(event.steps, update, seq)
         facts.updates += 1
         self.update_seqs.append(seq)
@@ -153,10 +159,13 @@ class LearningAudit:
                 seq,
                 f"update {event.update} says it was at version {event.policy_version}, it was at {version}",
             )
-        samples = sum(group.samples for group in trained)
+        samples = oldest_version_sum = 0
+        for group in trained:
+            samples += group.samples
+            oldest_version_sum += group.oldest_version_sum
         if not samples:
             return
-        oldest = min(group.oldest_version for group in trained)
+        oldest = min([group.oldest_version for group in trained])
         stalest = version - oldest
         self.most_stale = max(self.most_stale, stalest)
         if facts.max_staleness is not None and stalest > facts.max_staleness:
@@ -166,7 +175,7 @@ class LearningAudit:
                 f"update {event.update} trained a sample of version {oldest} at version {version}:"
                 f" {stalest} is over the bound {facts.max_staleness}",
             )
-        mean = version - sum(group.oldest_version_sum for group in trained) / samples
+        mean = version - oldest_version_sum / samples
         known = 0 <= oldest < len(self._update_of_version)
         in_updates = event.update - 1 - self._update_of_version[oldest] if known else None
         if (
@@ -238,7 +247,8 @@ class LearningAudit:
 
     def on_published(self, event: WeightsPublished, seq: int) -> None:
         facts, budget, update = self._facts, self._facts.budget, event.update
-        facts.learned(seq, f"version {event.version} was published")
+        if not facts.may_learn:
+            facts.learned(seq, f"version {event.version} was published")
         self._check_evaluated(seq)
         if event.version != facts.policy_version + 1:
             facts.violation(

@@ -24,7 +24,8 @@ class StorageAudit:
         self._facts = facts
         self._groups = groups
         self._learning = learning
-        self._hashes = bytearray()
+        self._hashes = bytearray()  # of every row that went by
+        self.new_hashes: list[str] = []  # those of the rows after these, as they are in the rows
         self.kept: dict[str, int] = {}  # path -> update
         self._paths: set[str] = set()  # those there ever were
         self._usable: set[int] = {0}  # updates that a redo may start from: committed, not lost
@@ -33,8 +34,14 @@ class StorageAudit:
         self.committed = 0
         self.redone_updates = 0
 
+    def pack_hashes(self) -> None:
+        """Keep the new hashes as bytes: 32 a row, where text is three times that."""
+        self._hashes += bytes.fromhex("".join(self.new_hashes))
+        self.new_hashes.clear()
+
     def remember_hash(self, seq: int, digest: str) -> None:
-        """Keep the hash of a row, for checkpoints that name it."""
+        """Keep the hash of a row that may be none, or of another seq than the next."""
+        self.pack_hashes()
         missing = (seq - 1) * _DIGEST_BYTES - len(self._hashes)
         if missing:
             if not 0 < missing <= _LARGEST_GAP * _DIGEST_BYTES:
@@ -181,5 +188,6 @@ class StorageAudit:
             facts.violation("files", seq, "group files were retired, but groups.keep is all")
 
     def _is_row(self, seq: int, digest: str) -> bool:
+        self.pack_hashes()
         place = (seq - 1) * _DIGEST_BYTES
         return 0 <= place < len(self._hashes) and self._hashes[place : place + _DIGEST_BYTES].hex() == digest

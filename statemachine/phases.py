@@ -37,8 +37,9 @@ class Phase(StrEnum):
     FAILED = "Failed"  # could not go on; tried again when run again
 
 
-ENDED = frozenset({Phase.COMPLETED, Phase.STOPPED, Phase.PREEMPTED, Phase.FAILED})
-CLOSED = frozenset({Phase.COMPLETED, Phase.STOPPED})
+# tuples: each event folded is looked up here, and an enum's hash is worked out in Python
+ENDED = (Phase.COMPLETED, Phase.STOPPED, Phase.PREEMPTED, Phase.FAILED)
+CLOSED = (Phase.COMPLETED, Phase.STOPPED)
 _LEARNING = (Phase.ROLLOUT, Phase.UPDATE, Phase.SYNC)
 _ALIVE = (Phase.CREATED, Phase.RESOLVE_BUDGET, Phase.INIT_WORKERS, *_LEARNING)
 
@@ -82,11 +83,13 @@ def no_publication_due(state: RunState, event: Event) -> bool:
 
 def batch_is_stored(state: RunState, event: Event) -> bool:
     """The batch is the next update's, and every group of it is in the store."""
-    return (
-        isinstance(event, UpdateBegan)
-        and event.update == state.updates + 1
-        and all(state.is_stored(prompt_index, attempt) for prompt_index, attempt in event.groups)
-    )
+    if not isinstance(event, UpdateBegan) or event.update != state.updates + 1:
+        return False
+    # every update of a log comes by here: to loop is cheaper than all() over a generator
+    for prompt_index, attempt in event.groups:  # noqa: SIM110
+        if not state.is_stored(prompt_index, attempt):
+            return False
+    return True
 
 
 def publishes_the_last_update(state: RunState, event: Event) -> bool:
@@ -167,19 +170,23 @@ _MAY_STAY = frozenset({"GroupsDropped"})  # moves only when it drops the rest
 
 def destination(state: RunState, event: Event) -> Phase:
     """Where the event leads from the state's phase. Raises IllegalEvent where no move allows it."""
-    name = type_of(event)
+    name, phase = type_of(event), state.phase
     moves = MOVES_BY_EVENT.get(name)
     if moves is None:
-        return state.phase
+        return phase
     for move in moves:
-        if state.phase in move.sources and all(need(state, event) for need in move.needs):
-            return move.dest
+        if phase in move.sources:
+            for need in move.needs:
+                if not need(state, event):
+                    break
+            else:
+                return move.dest
     if name in _MAY_STAY:
-        return state.phase
-    needs = [need.__doc__ or "" for move in moves if state.phase in move.sources for need in move.needs]
+        return phase
+    needs = [need.__doc__ or "" for move in moves if phase in move.sources for need in move.needs]
     rule = " ".join(dict.fromkeys(needs)) if needs else f"{name} is legal in {', '.join(_legal_in(moves))}."
     raise IllegalEvent(
-        f"event {state.seq + 1}: {name} is not allowed in phase {state.phase}: {rule}",
+        f"event {state.seq + 1}: {name} is not allowed in phase {phase}: {rule}",
         seq=state.seq + 1,
         event=name,
     )

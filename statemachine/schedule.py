@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from functools import lru_cache
 
 import msgspec
 
@@ -19,6 +20,7 @@ SCHEDULE_KINDS = ("constant", "linear", "cosine")
 
 _BITS = 96
 _ONE = 1 << _BITS
+_ONE_SQUARED = _ONE * _ONE
 _HALF_PI = 157079632679489661923132169163975144209858 * _ONE // 10**41
 _SINE = [(-1) ** n * _ONE // math.factorial(2 * n + 1) for n in reversed(range(14))]
 """Taylor's coefficients of sin(x)/x in x squared, last first; the first left out is below 2^-83 at pi/2."""
@@ -66,6 +68,7 @@ def multiplier(spec: ScheduleSpec, optimizer_step: int) -> float:
     return spec.min_ratio + (1.0 - spec.min_ratio) * share
 
 
+@lru_cache(maxsize=1024)  # who folds and audits, or learns and folds, asks twice
 def _raised_cosine(steps_left: int, decay_steps: int) -> float:
     """(1 + cos(pi * p)) / 2 at p = 1 - steps_left / decay_steps, correctly rounded.
 
@@ -78,7 +81,7 @@ def _raised_cosine(steps_left: int, decay_steps: int) -> float:
     for coefficient in _SINE:
         series = (series * square >> _BITS) + coefficient
     sine = min(angle * series >> _BITS, _ONE)
-    return sine * sine / (_ONE * _ONE)
+    return sine * sine / _ONE_SQUARED
 
 
 def learning_rates(lr: float, spec: ScheduleSpec, optimizer_steps: Iterable[int]) -> list[float]:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from itertools import starmap
 from typing import Any, TypeVar
 
 from sqlalchemy import PoolProxiedConnection
@@ -39,7 +38,7 @@ from .log import (
 )
 from .migrating import migrate as bring_up_to_date
 from .migrating import require_readable
-from .statements import Statements, head_of, row_of, tuples_of
+from .statements import Statements, head_of, row_of, rows_of, tuples_of
 
 T = TypeVar("T")
 
@@ -247,7 +246,7 @@ class SqlLog:
     def _page(self, run_id: str, after_seq: int, size: int) -> list[EventRow]:
         def work(cursor: Any) -> list[EventRow]:
             self._sql.page.run(cursor, run=run_id, after=after_seq, size=size)
-            return list(starmap(EventRow, cursor.fetchall()))
+            return rows_of(run_id, cursor)
 
         try:
             return self._look(work)
@@ -270,7 +269,7 @@ class SqlLog:
         if (head.head_seq, head.incarnation) == (expected_seq, incarnation):
             return False
         self._sql.page.run(cursor, run=head.run_id, after=expected_seq, size=len(rows))
-        if list(starmap(EventRow, cursor.fetchall())) == list(rows):
+        if rows_of(head.run_id, cursor) == list(rows):
             return True
         raise why_refused(head.run_id, expected_seq, incarnation, head.head_seq, head.incarnation)
 

@@ -7,6 +7,8 @@ then run on the driver's bare cursor, because an append that is nearly all fsync
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import starmap
 from typing import Any
 
 from sqlalchemy import (
@@ -71,7 +73,12 @@ class Statements:
             if dialect.name == "sqlite"
             else func.convert_to(events.c.payload, literal_column("'UTF8'"))
         )
-        stored: list[Any] = [payload if column is events.c.payload else column for column in events.c]
+        # all but the run: it is that of the condition, and a million copies of its name take their time
+        stored: list[Any] = [
+            payload if column is events.c.payload else column
+            for column in events.c
+            if column is not events.c.run_id
+        ]
 
         def compiled(statement: Any) -> Statement:
             return Statement(statement, dialect)
@@ -117,6 +124,11 @@ def tuples_of(rows: Sequence[EventRow]) -> list[tuple[object, ...]]:
     return [
         (r.run_id, r.seq, r.type, r.schema, r.payload.decode(), r.time, r.incarnation, r.hash) for r in rows
     ]
+
+
+def rows_of(run_id: str, cursor: Any) -> list[EventRow]:
+    """What a cursor on which `page` was run holds."""
+    return list(starmap(partial(EventRow, run_id), cursor.fetchall()))
 
 
 def row_of(head: RunHead, prefix: str = "") -> dict[str, object]:

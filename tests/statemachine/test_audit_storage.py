@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from surefoot.statemachine.audit import HASHES_AT_ONCE
 from surefoot.statemachine.events import (
     CheckpointCommitted,
     CheckpointLost,
@@ -16,7 +17,7 @@ from surefoot.statemachine.events import (
     UpdatesRedone,
     WorkersReady,
 )
-from surefoot.statemachine.log import GENESIS_HASH
+from surefoot.statemachine.log import GENESIS_HASH, EventRow
 
 from .audits import assert_only, failures, report_of
 from .scenario import Scenario, whole_run
@@ -48,6 +49,23 @@ def test_a_checkpoint_that_names_no_row_of_the_log_is_found(changes: dict[str, A
     failed = failures(run)
     assert list(failed) == ["checkpoints"]
     assert "with a hash that no earlier row has" in failed["checkpoints"]
+
+
+def long_run() -> tuple[Scenario, list[EventRow]]:
+    """Longer than the hashes that the audit packs at once, with a checkpoint near the end."""
+    run = begun(data_len=4000, max_staleness=4).work(450)
+    rows = run.rows()
+    assert len(rows) > 2 * HASHES_AT_ONCE
+    return run.checkpoint(), rows
+
+
+@pytest.mark.parametrize("seq", [HASHES_AT_ONCE - 1, HASHES_AT_ONCE, HASHES_AT_ONCE + 1, 2 * HASHES_AT_ONCE])
+def test_every_row_of_a_long_log_can_be_named_by_a_checkpoint(seq: int) -> None:
+    run, rows = long_run()
+    run.change(CheckpointCommitted, 0, head_seq=seq, head_hash=rows[seq - 1].hash)
+    assert "with a hash that no earlier row has" not in failures(run)["checkpoints"]
+    run.change(CheckpointCommitted, 0, head_seq=seq, head_hash=rows[seq].hash)
+    assert "with a hash that no earlier row has" in failures(run)["checkpoints"]
 
 
 def test_a_checkpoint_that_names_an_older_head_is_right_if_its_update_is_in_it() -> None:

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from surefoot.statemachine.errors import LogBroken
 from surefoot.statemachine.events import OptimizerStep, UpdateApplied, number
-from surefoot.statemachine.log import GENESIS_HASH, EventRow, build_rows, chained, row_hash, verify_chain
+from surefoot.statemachine.log import (
+    GENESIS_HASH,
+    EventRow,
+    build_rows,
+    chained,
+    row_hash,
+    row_hasher,
+    verify_chain,
+)
 
 from .logs import FIRST, note
 
@@ -49,6 +57,20 @@ fields = st.tuples(
 @given(fields, fields)
 def test_no_two_rows_have_the_same_hash(one: tuple[object, ...], two: tuple[object, ...]) -> None:
     assert (row_hash(*one) == row_hash(*two)) == (one == two)  # type: ignore[arg-type]
+
+
+few = st.sampled_from(["", "a", "ab"])  # few values, so that rows share some of them and not others
+alike = st.tuples(
+    few, few, st.integers(1, 2), few, st.integers(0, 2), st.binary(max_size=2), few, st.integers(0, 2)
+)
+
+
+@given(st.lists(alike, max_size=8))
+def test_the_hasher_of_many_rows_says_the_same_of_each_as_row_hash(many: list[tuple[object, ...]]) -> None:
+    hash_of = row_hasher()
+    for previous_hash, *columns in many:
+        row = EventRow(*columns, hash="")  # type: ignore[arg-type]
+        assert hash_of(previous_hash, row) == row_hash(previous_hash, *columns)  # type: ignore[arg-type]
 
 
 @given(
