@@ -14,7 +14,7 @@ from surefoot.statemachine.phases import Phase
 from surefoot.statemachine.state import RunState, fold
 
 from .virtual import run_virtually
-from .world import Crashed, Faults, World, small_config
+from .world import Crashed, Faults, World, die, ledger, small_config, touch, trained
 
 
 def crash_at(world: World, name: str, nth: int = 1) -> None:
@@ -23,33 +23,15 @@ def crash_at(world: World, name: str, nth: int = 1) -> None:
 
     def watcher(place: str) -> None:
         nonlocal reached
-        world.touch()
+        touch()
         if place == name:
             reached += 1
             if reached == nth:
-                world.dead = True
-                raise Crashed
+                die()
 
     with watched(watcher), pytest.raises(Crashed):
         world.run()
     assert reached >= nth, f"{name} was not reached {nth} times"
-
-
-def trained(world: World) -> list[int]:
-    """Prompt indices in the order they were trained."""
-    return [index for event in world.events("UpdateApplied") for index, _ in event.groups]
-
-
-def ledger(world: World) -> list[object]:
-    """Which groups in which update; learning rate, loss and gradient norm of every optimizer step."""
-    return [
-        (
-            event.update,
-            [index for index, _ in event.groups],
-            [(step.learning_rate, step.loss, step.grad_norm) for step in event.steps],
-        )
-        for event in world.events("UpdateApplied")
-    ]
 
 
 def test_an_untouched_run_takes_exactly_the_budgets_steps() -> None:
