@@ -12,6 +12,7 @@ from typing import Any
 
 from surefoot.rollout.protocols import GroupStore, Published
 from surefoot.statemachine.budget import resolve_budget
+from surefoot.statemachine.crashpoints import watched
 from surefoot.statemachine.events import BudgetResolved, RunCreated
 from surefoot.statemachine.liveness import DriverIdentity
 from surefoot.statemachine.log import EventLog, EventRow, RunHead
@@ -36,7 +37,18 @@ from .standins import (
 )
 from .virtual import run_virtually
 
-__all__ = ["Crashed", "Faults", "World", "budget_of", "die", "ledger", "small_config", "touch", "trained"]
+__all__ = [
+    "Crashed",
+    "Faults",
+    "World",
+    "budget_of",
+    "crash_at",
+    "die",
+    "ledger",
+    "small_config",
+    "touch",
+    "trained",
+]
 
 
 def small_config(**sections: dict[str, Any]) -> Config:
@@ -220,6 +232,26 @@ class World:
             return await self.new_driver(**options).run()
 
         return run_virtually(life())
+
+
+def crash_at(world: World, name: str, nth: int = 1) -> None:
+    """One life that dies at the n-th time it reaches the place."""
+    reached = 0
+
+    def watcher(place: str) -> None:
+        nonlocal reached
+        touch()
+        if place == name:
+            reached += 1
+            if reached == nth:
+                die()
+
+    with watched(watcher):
+        try:
+            world.run()
+        except Crashed:
+            return
+    raise AssertionError(f"{name} was reached {reached} times, not {nth}")
 
 
 def trained(world: World) -> list[int]:
