@@ -28,7 +28,7 @@ from surefoot.trainer.run import _claim, _outcome_if_over
 
 from .hands import touch
 from .standins import StandInLearner, hashed
-from .world import World
+from .world import World, budget_of
 
 SHARD = "weights.shard"
 
@@ -37,6 +37,24 @@ def published(version: int, update: int, weights: str) -> Published:
     """Weights as workers are sent them."""
     tensors = {"w": RawTensor("U8", (len(weights),), weights.encode())}
     return Published(version=version, update=update, digest=digest_of(tensors), payload=pack(tensors))
+
+
+def prepared(config: Config, data_len: int) -> Prepared:
+    """A config as `prepare` would give it, of rows that are numbers, without a model folder."""
+    rows = [Row(row_index=index, prompt=str(index), prompt_ids=[1], fields={}) for index in range(data_len)]
+    nothing: Any = None  # what only real workers and plans look at
+    return Prepared(
+        config=config,
+        tokenizer=nothing,
+        architecture=nothing,
+        reward=nothing,
+        data=LoadedData(rows=rows, filtered=0, digest="d"),
+        eval_data=None,
+        budget=budget_of(config, data_len),
+        digests={"data": "d"},
+        objects={},
+        warnings=[],
+    )
 
 
 class FolderLearner(StandInLearner):
@@ -101,22 +119,7 @@ class FileWorld(World):
         super().__init__(config, data_len)
         self.place = Place(self.run_id, runs_dir)
         self.storage = self.place.storage_url(self.config)
-        rows = [
-            Row(row_index=index, prompt=str(index), prompt_ids=[1], fields={}) for index in range(data_len)
-        ]
-        nothing: Any = None  # what only real workers and plans look at
-        self.prepared = Prepared(
-            config=self.config,
-            tokenizer=nothing,
-            architecture=nothing,
-            reward=nothing,
-            data=LoadedData(rows=rows, filtered=0, digest="d"),
-            eval_data=None,
-            budget=self.budget,
-            digests={"data": "d"},
-            objects={},
-            warnings=[],
-        )
+        self.prepared = prepared(self.config, data_len)
 
     def claim(self, **options: Any) -> RunHead:
         """As `Run.start` does it, asking for the run: its last driver was of this very process."""

@@ -126,6 +126,7 @@ def a_group_file(world: FileWorld, trained_already: bool) -> str:
     return name
 
 
+ONE, OTHER = pack_f32([-1.0]), pack_f32([-2.0])
 # "another number" is still a group that can be read: only its digest tells.
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "missing": Path.unlink,
