@@ -38,7 +38,7 @@ class TakeOver:
     after_calls: int  # blocking calls that the old driver has begun: the first are those of its sweep
     old_held_seconds: float  # how long the old driver's files and log then stand still
     heir_waits_seconds: float  # between the heir's claim and its sweep
-    heir_reads_late: bool  # it reads the log after that wait, not before
+    heir_reads_late: bool = False  # it reads the log after that wait, not before
 
 
 @dataclass
