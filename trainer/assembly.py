@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
 
 from ..rollout.rayworkers import RayRolloutPool
 from ..rollout.store import FsspecGroupStore
-from ..statemachine.events import RunCreated, encode
+from ..statemachine.events import encode
 from .checkpoints import Checkpoints
 from .config import Config
 from .journal import Blocking, Journal
@@ -22,9 +21,6 @@ from .plan import Prepared
 from .prompts import DataPrompts
 from .raysession import RaySession
 from .weights import initial_weights
-
-SOFTWARE = ("surefoot", "torch", "transformers", "ray", "numpy", "tokenizers", "reasoning-gym")
-"""Packages whose versions can change a number of the run."""
 
 
 @asynccontextmanager
@@ -42,18 +38,6 @@ async def ray_session(config: Config, workers: int | None = None) -> AsyncIterat
             learner.gpus_per_rank,
         )
         yield session
-
-
-def first_event(prepared: Prepared) -> RunCreated:
-    """What the run is, as its first event says it."""
-    return RunCreated(
-        config=prepared.config.resolved(),
-        digests=prepared.digests,
-        data_len=len(prepared.data.rows),
-        rows_filtered=prepared.data.filtered,
-        objects=prepared.objects,
-        software={name: found for name in SOFTWARE if (found := _version(name))},
-    )
 
 
 def assemble(
@@ -88,10 +72,3 @@ def assemble(
         node=session.node,
         waiting=waiting,
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

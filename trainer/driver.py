@@ -258,6 +258,7 @@ class Driver:
         self._learner_holds = -1
         executing = asyncio.get_running_loop().time()
         result = await parts.learner.update(ready.update, ready.groups, journal.take_tail())
+        self._learner_holds = ready.update  # a preemption may cancel this task before the commit is told
         crashpoint("update.executed")
         ended = asyncio.get_running_loop().time()
         if state.publication_due_after(ready.update):
@@ -277,7 +278,6 @@ class Driver:
                 seconds={**result.seconds, "read": ready.seconds, "update": ended - executing},
             )
         )
-        self._learner_holds = ready.update
         self._tries = 0
         crashpoint("update.committed")
 

@@ -68,7 +68,9 @@ class Journal:
         append nothing more is written: whatever its outcome was, the log will say it to the next driver.
         Raises FencedOut, WrongSeq, IllegalEvent, and whatever the database raised.
         """
-        return await asyncio.shield(asyncio.ensure_future(self._commit(decide)))
+        task = asyncio.ensure_future(self._commit(decide))
+        task.add_done_callback(_look_at)
+        return await asyncio.shield(task)
 
     async def _commit(self, decide: Callable[[RunState], Sequence[Event]]) -> list[Event]:
         async with self._lock:
@@ -137,3 +139,10 @@ class Journal:
         async with self._lock:
             if self._broken is None:
                 await self._blocking(self.log.release, self.run_id, self.incarnation)
+
+
+def _look_at(task: asyncio.Task[list[Event]]) -> None:
+    """Take the error of a commit whose caller was cancelled: the journal keeps it, and asyncio need not
+    print it as one that nobody has seen."""
+    if not task.cancelled():
+        task.exception()

@@ -32,17 +32,17 @@ class Keeper:
         Only files of incarnations before this one: a driver that was taken over from, and does not know it
         yet, must not touch what the newer one has written.
         """
-        parts, state = self._parts, self._parts.journal.state
+        parts, state, incarnation = self._parts, self._parts.journal.state, self._parts.journal.incarnation
         strays = [
             name
             for name in await parts.blocking(parts.store.names)
-            if name not in state.files and was_before(name, state.incarnation)
+            if name not in state.files and was_before(name, incarnation)
         ]
         if strays:
             await parts.blocking(parts.store.delete, strays)
         kept = {checkpoint.path for checkpoint in state.checkpoints.values()}
         for path in await parts.blocking(parts.checkpoints.names):
-            if path not in kept and was_before(path, state.incarnation):
+            if path not in kept and was_before(path, incarnation):
                 await parts.blocking(parts.checkpoints.delete, path)
 
     def is_due(self, update: int) -> bool:
@@ -62,7 +62,8 @@ class Keeper:
         if update in state.checkpoints:
             return
         self._tries += 1
-        path = f"u{update:06d}-i{state.incarnation:04d}-{self._tries:03d}"
+        # The driver's own number: the log that it read may hold the beginning of a newer one already.
+        path = f"u{update:06d}-i{parts.journal.incarnation:04d}-{self._tries:03d}"
         head_seq, head_hash = state.seq, state.hash
         older = served if served is not None and served.version > 0 and served.update < update else None
         started = asyncio.get_running_loop().time()

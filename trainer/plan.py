@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
@@ -29,6 +30,9 @@ from .slots import local_slots
 
 RATES_SHOWN = 24
 """Learning rates that `plan` prints as text; with --json it prints all."""
+
+SOFTWARE = ("surefoot", "torch", "transformers", "ray", "numpy", "tokenizers", "reasoning-gym")
+"""Packages whose versions can change a number of the run."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -139,6 +143,18 @@ def object_name(value: Any) -> str:
     """What a Python object is recorded as."""
     kind = value if hasattr(value, "__qualname__") else type(value)
     return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def first_event(prepared: Prepared) -> RunCreated:
+    """What the run is, as its first event says it."""
+    return RunCreated(
+        config=prepared.config.resolved(),
+        digests=prepared.digests,
+        data_len=len(prepared.data.rows),
+        rows_filtered=prepared.data.filtered,
+        objects=prepared.objects,
+        software={name: found for name in SOFTWARE if (found := _version(name))},
+    )
 
 
 def config_changes(run: str, created: RunCreated, prepared: Prepared) -> dict[str, list[Any]]:
@@ -284,3 +300,10 @@ def _warnings(config: Config, budget: BudgetResolved) -> Iterator[str]:
             f"rollout.deterministic is on and sync.max_staleness = {config.sync.max_staleness}: which "
             "version makes a token depends on timing; with 0 the run is a pure function of its config"
         )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

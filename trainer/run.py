@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..statemachine.errors import RunExists, RunUnknown, SurefootError
+from ..statemachine.errors import RunExists, RunUnknown, SurefootError, UserMistake
 from ..statemachine.events import Event
 from ..statemachine.liveness import DriverIdentity, lives
-from ..statemachine.log import EventLog, EventRow, RunHead, take_reason
+from ..statemachine.log import EventLog, EventRow, RunHead, chained, take_reason
 from ..statemachine.sqllog import open_log
 from ..statemachine.state import RunState, fold
 from .config import Config, load_config
@@ -25,7 +25,7 @@ from .journal import Journal, Listener
 from .outcome import Outcome, outcome_of
 from .parts import unheard
 from .places import Place, next_free
-from .plan import Prepared, config_changes, prepare
+from .plan import Prepared, config_changes, first_event, prepare
 from .threads import Threads
 
 FOLLOW_SECONDS = 0.2  # between two looks at a log that another process writes
@@ -176,7 +176,7 @@ class Run(Watched):
         session = await stack.enter_async_context(ray_session(self.prepared.config))
         log, head = await threads.log(_claim, self.place, self.prepared, take_over, accept_divergence)
         stack.push_async_callback(threads.log, log.close)
-        rows = await threads.log(lambda: list(log.read(self.name)))
+        rows = await threads.log(lambda: list(chained(log.read(self.name))))
         self._journal = Journal(log, head, fold(rows), blocking=threads.log)
         stack.push_async_callback(self._journal.release)
         options = self.prepared.config.metrics
@@ -251,13 +251,17 @@ def _place(config: ConfigSource, name: str | None, runs_dir: Path, db: str | Non
 
 
 def _outcome_if_over(place: Place, prepared: Prepared, take_over: bool) -> Outcome | None:
-    """The outcome of a run that is over for good. Refuses here what needs no Ray to refuse."""
+    """The outcome of a run that is over for good. Refuses here what needs no Ray to refuse.
+
+    Raises LogBroken, naming the event, for a log that is not whole: nothing is trained on it.
+    """
     place.refuse_unusable()
     if not place.exists():
+        _refuse_leftovers(place, prepared.config)
         return None
     try:
         with place.reading() as log:
-            state = fold(log.read(place.run))
+            state = fold(chained(log.read(place.run)))
             head = log.head(place.run)
     except RunUnknown:  # killed between the making of its database and its first event
         return None
@@ -268,12 +272,25 @@ def _outcome_if_over(place: Place, prepared: Prepared, take_over: bool) -> Outco
     return None
 
 
+def _refuse_leftovers(place: Place, config: Config) -> None:
+    """Refuse to begin a run where files of one lie whose log is gone: it would silently start from 0."""
+    from ..rollout.store import FsspecGroupStore
+    from .checkpoints import Checkpoints
+
+    storage = place.storage_url(config)
+    found = len(Checkpoints(storage).names()), len(FsspecGroupStore(storage).names())
+    if any(found):
+        raise UserMistake(
+            f"{storage} holds {found[0]} checkpoints and {found[1]} group files, but {place.log_url} has no "
+            f"run {place.run!r}: put its log back, or delete the folder, or choose another name",
+            run=place.run,
+        )
+
+
 def _claim(
     place: Place, prepared: Prepared, take_over: bool, accept_divergence: bool
 ) -> tuple[EventLog, RunHead]:
     """Create the run or take it over. The folder appears only now."""
-    from .assembly import first_event
-
     if place.db is None:
         place.folder.mkdir(parents=True, exist_ok=True)
     log = open_log(place.log_url, migrate=True)
@@ -282,7 +299,7 @@ def _claim(
         if place.run not in {head.run_id for head in log.runs()}:
             with contextlib.suppress(RunExists):  # two first starts at one moment: the second takes over
                 return log, log.create(place.run, first_event(prepared), identity)
-        changes = config_changes(place.run, _created(fold(log.read(place.run))), prepared)
+        changes = config_changes(place.run, _created(fold(chained(log.read(place.run)))), prepared)
         head = log.take_over(
             place.run,
             identity,

@@ -26,6 +26,7 @@ def test_the_untouched_run_is_whole(untouched: RealRun) -> None:
 
 
 def test_killed_twice_and_resumed_at_once_it_is_the_same_run(untouched: RealRun, tmp_path: Path) -> None:
+    """Reports 16 and 39: real kills; each time it is run again at once."""
     run = RealRun(untouched.config, tmp_path)
     for updates in (2, 5):
         life = run.start()
@@ -38,6 +39,7 @@ def test_killed_twice_and_resumed_at_once_it_is_the_same_run(untouched: RealRun,
 
 
 def test_sigterm_leaves_a_checkpoint_no_child_and_code_75(untouched: RealRun, tmp_path: Path) -> None:
+    """Reports 36 and 37."""
     run = RealRun(untouched.config, tmp_path)
     life = run.start()
     life.wait_for("UpdateApplied", 2)

@@ -183,6 +183,7 @@ async def test_weights_published_while_a_replacement_loads_are_loaded_too() -> N
 
 @virtually
 async def test_a_publication_goes_on_when_a_worker_dies_during_it() -> None:
+    """Report 30: a receiver is lost during it."""
     source = FakeSource()
     pool = await ready_pool(source, workers=2)
     victim, survivor = source.spawned
@@ -197,6 +198,7 @@ async def test_a_publication_goes_on_when_a_worker_dies_during_it() -> None:
 
 @virtually
 async def test_a_worker_that_does_not_confirm_in_time_is_killed_and_replaced() -> None:
+    """Report 30: a receiver hangs during it."""
     source = FakeSource()
     pool = await ready_pool(source, workers=2)
     hung = source.spawned[1]

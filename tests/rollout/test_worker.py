@@ -106,6 +106,7 @@ async def test_a_reward_that_cannot_be_made_again_is_refused(folder: Path) -> No
 
 
 async def test_a_request_waits_for_its_admission_version(folder: Path) -> None:
+    """Report 30: no group starts on older weights than it was admitted at."""
     worker = await worker_at(folder, version=0)
     waiting = asyncio.ensure_future(group_of(worker, ask(0, admission_version=1)))
     await group_of(worker, ask(1))

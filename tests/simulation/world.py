@@ -1,61 +1,54 @@
 """A world without torch, Ray or threads in which the production driver lives and dies.
 
-The log and the disk outlive a driver; pool and learner die with it. A learner's weights are a hash of all it
-The log and the disk outlive a driver; pool and learner die with it. A learner's weights are a hash of all
-it was trained on, in order, so one group lost, repeated or swapped changes every later digest and loss.
-Faults are drawn from one seeded generator at the places where the driver touches the world.
+The log and the disk outlive a driver; pool, learner and hands are its own and die with it. Faults are drawn
+from one seeded generator at the places where the driver touches the world.
 """
 
 from __future__ import annotations
 
-import asyncio
-import errno
-import hashlib
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
-from surefoot.rollout.packing import pack_f32, pack_i32
-from surefoot.rollout.protocols import (
-    Answer,
-    Group,
-    GroupDone,
-    GroupFailed,
-    GroupRequest,
-    Published,
-    Row,
-    Sample,
-    StoredFile,
-    WorkerLost,
-)
+from surefoot.rollout.protocols import GroupStore, Published
 from surefoot.statemachine.budget import resolve_budget
-from surefoot.statemachine.errors import CheckpointUnusable, GroupUnusable, LearnerGone
-from surefoot.statemachine.events import (
-    BudgetResolved,
-    CheckpointCommitted,
-    Issue,
-    IssueReason,
-    OptimizerStep,
-    RunCreated,
-)
+from surefoot.statemachine.crashpoints import watched
+from surefoot.statemachine.events import BudgetResolved, RunCreated
 from surefoot.statemachine.liveness import DriverIdentity
-from surefoot.statemachine.log import EventRow, RunHead
+from surefoot.statemachine.log import EventLog, EventRow, RunHead
 from surefoot.statemachine.memorylog import MemoryLog
-from surefoot.statemachine.schedule import multiplier
 from surefoot.statemachine.state import RunState, fold
 from surefoot.trainer.config import Config, load_config
 from surefoot.trainer.driver import Driver
 from surefoot.trainer.journal import Journal
-from surefoot.trainer.parts import Parts
+from surefoot.trainer.parts import CheckpointFiles, Parts
 from surefoot.trainer.plan import budget_inputs
-from surefoot.trainer.protocols import LearnerReady, SavedCheckpoint, UpdateResult
 
+from .hands import HANDS, Crashed, Hands, die, touch
+from .standins import (
+    Disk,
+    Faults,
+    StandInCheckpoints,
+    StandInLearner,
+    StandInPool,
+    StandInPrompts,
+    StandInStore,
+    hashed,
+)
+from .virtual import run_virtually
 
-class Crashed(BaseException):
-    """The driver's process is gone, as by SIGKILL."""
+__all__ = [
+    "Crashed",
+    "Faults",
+    "World",
+    "budget_of",
+    "crash_at",
+    "die",
+    "ledger",
+    "small_config",
+    "touch",
+    "trained",
+]
 
 
 def small_config(**sections: dict[str, Any]) -> Config:
@@ -80,372 +73,32 @@ def budget_of(config: Config, data_len: int) -> BudgetResolved:
     return resolve_budget(budget_inputs(config, data_len))
 
 
-def hashed(*parts: object) -> str:
-    """A short digest of anything that prints exactly."""
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+class LogInReach:
+    """A run's log as one driver reaches it: with hands that may be dead, and with the world looking on."""
 
-
-@dataclass
-class Disk:
-    """Group files and checkpoints; they outlive drivers."""
-
-    groups: dict[str, list[bytes]] = field(default_factory=dict)
-    checkpoints: dict[str, dict[str, Any]] = field(default_factory=dict)
-    full: bool = False
-
-
-@dataclass
-class Faults:
-    """Probabilities, all 0 by default; drawn with the world's generator."""
-
-    worker_dies: float = 0.0
-    work_raises: float = 0.0
-    answer_repeats: float = 0.0
-    learner_dies: float = 0.0
-    slow_group: float = 0.0
-    raises_on: frozenset[int] = frozenset()  # prompt indices whose work always raises
-    no_spread: frozenset[int] = frozenset()  # prompt indices whose rewards are all equal
-
-
-class StandInStore:
-    """A GroupStore on a Disk."""
-
-    def __init__(self, disk: Disk) -> None:
-        self.disk = disk
-
-    def write(self, name: str, groups: Sequence[Group]) -> list[StoredFile]:
-        if name in self.disk.groups:
-            raise FileExistsError(name)
-        if self.disk.full:
-            raise OSError(errno.ENOSPC, "No space left on device", name)
-        packed = [msgspec.msgpack.encode(group) for group in groups]
-        self.disk.groups[name] = packed
-        return [
-            StoredFile(file=name, offset=place, size=len(blob), digest=hashed(blob))
-            for place, blob in enumerate(packed)
-        ]
-
-    def read(self, place: StoredFile) -> Group:
-        blobs = self.disk.groups.get(place.file)
-        if blobs is None or hashed(blobs[place.offset]) != place.digest:
-            raise GroupUnusable(f"group file {place.file} is missing or damaged", file=place.file)
-        return msgspec.msgpack.decode(blobs[place.offset], type=Group)
-
-    def delete(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.disk.groups.pop(name, None)
-
-    def names(self) -> list[str]:
-        return list(self.disk.groups)
-
-
-class StandInCheckpoints:
-    """CheckpointFiles on a Disk."""
-
-    def __init__(self, disk: Disk) -> None:
-        self.disk = disk
-
-    def names(self) -> list[str]:
-        return list(self.disk.checkpoints)
-
-    def delete(self, path: str) -> None:
-        self.disk.checkpoints.pop(path, None)
-
-
-class StandInPool:
-    """A RolloutPool of workers that answer after a while, out of order, and sometimes die."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.weights: Published | None = None
-        self.loaded: list[tuple[int, str]] = []
-        self.started_at_version: dict[tuple[int, int], int] = {}
-        self.submitted: list[GroupRequest] = []
-        self.drained: frozenset[str] = frozenset()
-        self._queue: asyncio.Queue[Answer | None] = asyncio.Queue()
-        self._slots_lost = 0  # of workers that are being replaced
-        self._replacing: set[asyncio.Task[None]] = set()
-        self._under_way: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self._loaded = asyncio.Event()
-
-    async def start(self) -> None:
-        self.world.require_budget()
-        await asyncio.sleep(0.1)
-
-    def free_slots(self) -> int:
-        config = self.world.config
-        slots = config.rollout.workers * max(1, config.rollout.max_concurrent // config.batch.group_size)
-        free = slots - len(self._under_way) - self._slots_lost
-        return 0 if self.weights is None else max(0, free)
-
-    async def _replace(self, slots: int) -> None:
-        """A worker's slots are gone until another has taken its place."""
-        self._slots_lost += slots
-        await asyncio.sleep(self.world.random.uniform(0.1, 10.0))
-        self._slots_lost -= slots
-        self._queue.put_nowait(None)
-
-    def submit(self, requests: Sequence[GroupRequest]) -> None:
-        for request in requests:
-            key = (request.prompt_index, request.attempt)
-            assert key not in self._under_way, f"attempt {key} was handed out twice"
-            committed = self.world.issued()
-            assert key in committed, f"attempt {key} was handed out before it was in the log"
-            self.submitted.append(request)
-            self._under_way[key] = asyncio.ensure_future(self._work(request))
-
-    async def _work(self, request: GroupRequest) -> None:
-        world, key = self.world, (request.prompt_index, request.attempt)
-        faults, draw = world.faults, world.random
-        while self.weights is None or self.weights.version < request.admission_version:
-            await self._loaded.wait()
-        weights = self.weights
-        self.started_at_version[key] = weights.version
-        await asyncio.sleep(draw.uniform(0.5, 2.0) * (20 if draw.random() < faults.slow_group else 1))
-        del self._under_way[key]
-        if draw.random() < faults.worker_dies:
-            self._queue.put_nowait(WorkerLost(worker=0, because="killed"))
-            config = world.config
-            slots = max(1, config.rollout.max_concurrent // config.batch.group_size)
-            self._replacing.add(asyncio.ensure_future(self._replace(slots)))
-            self._fail(request, IssueReason.WORKER_LOST, "its worker died")
-        elif request.prompt_index in faults.raises_on or draw.random() < faults.work_raises:
-            self._fail(request, IssueReason.FAILED, f"the reward raised on prompt {request.prompt_index}")
-        else:
-            done = GroupDone(worker=0, group=make_group(world, request, weights), seconds=1.0)
-            self._queue.put_nowait(done)
-            if draw.random() < faults.answer_repeats:
-                self._queue.put_nowait(done)
-
-    def _fail(self, request: GroupRequest, reason: IssueReason, error: str) -> None:
-        self._queue.put_nowait(
-            GroupFailed(
-                worker=0,
-                prompt_index=request.prompt_index,
-                attempt=request.attempt,
-                reason=reason,
-                error=error,
-            )
-        )
-
-    async def answers(self) -> list[Answer]:
-        answers = [await self._queue.get()]
-        while not self._queue.empty():
-            answers.append(self._queue.get_nowait())
-        return [answer for answer in answers if answer is not None]
-
-    async def publish(self, weights: Published) -> None:
-        await asyncio.sleep(0.05)
-        self.weights = weights
-        self.loaded.append((weights.version, weights.digest))
-        self._loaded.set()
-        self._loaded = asyncio.Event()
-
-    def drain(self, nodes: frozenset[str]) -> None:
-        self.drained = nodes
-
-    async def evaluate(self, requests: Sequence[GroupRequest]) -> list[Group]:
-        await asyncio.sleep(0.3)
-        assert self.weights is not None
-        return [make_group(self.world, request, self.weights) for request in requests]
-
-    async def close(self) -> None:
-        for task in [*self._under_way.values(), *self._replacing]:
-            task.cancel()
-
-
-def make_group(world: World, request: GroupRequest, weights: Published) -> Group:
-    """What a worker with these weights answers: from the seeds and the weights alone."""
-    samples: list[Sample] = []
-    for seed in request.seeds:
-        token = int(hashed(seed, weights.digest), 16) % 1000
-        length = 1 + token % 4
-        reward = 1.0 if request.prompt_index in world.faults.no_spread else float(seed % 2)
-        samples.append(
-            Sample(
-                ids=pack_i32([token] * length),
-                logprobs=pack_f32([-1.0] * length),
-                versions=pack_i32([weights.version] * length),
-                truncated=length == 4,
-                text=str(token),
-                reward=reward,
-                parts={},
-            )
-        )
-    return Group(
-        prompt_index=request.prompt_index,
-        attempt=request.attempt,
-        row_index=request.row.row_index,
-        prompt_ids=pack_i32([1]),
-        temperature=1.0,
-        samples=samples,
-    )
-
-
-class StandInLearner:
-    """A Learner whose weights are a hash of everything it was trained on, in order."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.state: RunState | None = None
-        self.weights = ""
-        self.update_held = 0
-        self.executed: list[int] = []  # updates, redone ones too
-        self.starts = 0
-        self._alive = False
-        self._snapshot: dict[str, Any] | None = None
-        self._snapshot_path = ""
-
-    @property
-    def nodes(self) -> frozenset[str]:
-        return frozenset({"of ranks"} if self._alive else ())
-
-    async def start(self, rows: Sequence[EventRow], learner_try: int) -> LearnerReady:
-        self.starts += 1
-        self.state = fold(rows)
-        assert self.state.budget is not None, "a rank was built before the budget was committed"
-        self.weights, self.update_held, self._alive = hashed("initial"), 0, True
-        await asyncio.sleep(0.2)
-        return LearnerReady(
-            ranks=self.world.config.learner.ranks,
-            fingerprint=dict(self.world.fingerprint),
-            state_digest=self.state.digest(),
-        )
-
-    def _check_alive(self) -> None:
-        if not self._alive or self.world.random.random() < self.world.faults.learner_dies:
-            self._alive = False
-            raise LearnerGone("rank 0 died", learner_try=0, rank=0)
-
-    async def load(self, checkpoint: CheckpointCommitted) -> None:
-        self._check_alive()
-        saved = self.world.disk.checkpoints.get(checkpoint.path)
-        if saved is None or hashed(sorted(saved.items())) != checkpoint.manifest_digest:
-            raise CheckpointUnusable(f"checkpoint {checkpoint.path} is damaged", path=checkpoint.path)
-        self.weights, self.update_held = saved["weights"], saved["update"]
-
-    async def update(self, update: int, batch: Sequence[Group], rows: Sequence[EventRow]) -> UpdateResult:
-        self._check_alive()
-        assert self.state is not None and self.state.schedule is not None
-        fold(rows, self.state)
-        assert update == self.update_held + 1, f"update {update} follows {self.update_held}"
-        await asyncio.sleep(1.0)
-        self._check_alive()
-        total = self.state.total
-        per_update = total.minibatches * total.passes
-        content = [(g.prompt_index, [(s.ids, s.reward) for s in g.samples]) for g in batch]
-        self.weights = hashed(self.weights, update, content)
-        self.update_held = update
-        self.executed.append(update)
-        steps = [
-            OptimizerStep(
-                optimizer_step=step,
-                learning_rate=total.learning_rate * multiplier(self.state.schedule, step),
-                loss=int(hashed(self.weights, step), 16) / 2**96 + self.world.noise,
-                grad_norm=1.0 + step,
-                tokens=len(batch),
-                applied=step not in self.world.not_finite,
-                skipped_because="not_finite" if step in self.world.not_finite else None,
-            )
-            for step in range((update - 1) * per_update, update * per_update)
-        ]
-        return UpdateResult(update=update, steps=steps, metrics={}, seconds={})
-
-    async def gather(self, version: int) -> Published:
-        self._check_alive()
-        return Published(
-            version=version,
-            update=self.update_held,
-            digest=hashed("weights", self.weights),
-            payload=self.weights.encode(),
-        )
-
-    async def save(self, path: str, head_seq: int, head_hash: str, served: Published | None) -> None:
-        self._check_alive()
-        self._snapshot = {
-            "weights": self.weights,
-            "update": self.update_held,
-            "served": None if served is None else msgspec.msgpack.encode(served),
-        }
-        self._snapshot_path = path
-
-    async def saved(self) -> SavedCheckpoint:
-        await asyncio.sleep(0.5)
-        self._check_alive()
-        assert self._snapshot is not None
-        if self.world.disk.full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        assert self._snapshot_path not in self.world.disk.checkpoints, "a checkpoint was overwritten"
-        self.world.disk.checkpoints[self._snapshot_path] = self._snapshot
-        return SavedCheckpoint(
-            update=self._snapshot["update"],
-            path=self._snapshot_path,
-            manifest_digest=hashed(sorted(self._snapshot.items())),
-            weights_digest=hashed("weights", self._snapshot["weights"]),
-            bytes=1,
-        )
-
-    async def served(self, checkpoint: CheckpointCommitted) -> Published | None:
-        blob = self.world.disk.checkpoints[checkpoint.path]["served"]
-        return None if blob is None else msgspec.msgpack.decode(blob, type=Published)
-
-    async def close(self) -> None:
-        self._alive = False
-
-
-class StandInPrompts:
-    """Rows are numbers; the row of a prompt index is itself modulo the data's length."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def request(self, issue: Issue) -> GroupRequest:
-        config = self.world.config
-        index = issue.prompt_index % self.world.data_len
-        return GroupRequest(
-            prompt_index=issue.prompt_index,
-            attempt=issue.attempt,
-            admission_version=issue.admission_version,
-            row=Row(row_index=index, prompt=str(index), prompt_ids=[1], fields={}),
-            seeds=[1000 * issue.prompt_index + sample for sample in range(config.batch.group_size)],
-            temperature=1.0,
-            max_new_tokens=4,
-        )
-
-    def evaluation(self) -> list[GroupRequest]:
-        return [self.request(Issue(10_000 + index, 1, 0)) for index in range(3)]
-
-
-class GuardedLog(MemoryLog):
-    """A log that a dead driver can no longer reach: each driver holds its own view."""
-
-    def view(self, world: World) -> Any:
-        return _View(self, world)
-
-
-class _View:
-    def __init__(self, log: MemoryLog, world: World) -> None:
+    def __init__(self, log: EventLog, world: World) -> None:
         self._log, self._world = log, world
 
     def append(self, run_id: str, expected_seq: int, incarnation: int, rows: Sequence[EventRow]) -> None:
-        self._world.touch()
+        touch()
         self._log.append(run_id, expected_seq, incarnation, rows)
-        self._world.after_commit(rows)
+        if self._world.on_commit is not None:
+            self._world.on_commit(rows)
 
     def read(self, run_id: str, after_seq: int = 0, limit: int | None = None) -> Iterable[EventRow]:
         return self._log.read(run_id, after_seq, limit)
 
     def heartbeat(self, run_id: str, incarnation: int) -> None:
-        self._world.touch()
+        touch()
         self._log.heartbeat(run_id, incarnation)
 
     def release(self, run_id: str, incarnation: int) -> None:
-        self._world.touch()
+        touch()
         self._log.release(run_id, incarnation)
 
 
 class World:
-    """Everything that outlives a driver, and the parts of the one that lives now."""
+    """Everything that outlives a driver, and the parts of the one that came last."""
 
     def __init__(
         self,
@@ -460,32 +113,23 @@ class World:
         self.random = random.Random(seed)
         self.faults = faults or Faults()
         self.disk = Disk()
-        self.log = GuardedLog(
+        self.log: EventLog = MemoryLog(
             seconds=lambda: 0.0, now=lambda: "2026-01-01T00:00:00+00:00", lives=lambda d: False
         )
         self.fingerprint = {"ranks": "1"}
         self.noise = 0.0
         self.not_finite: frozenset[int] = frozenset()
         self.run_id = "sim"
-        self.dead = False
         self.draining: frozenset[str] = frozenset()  # machines that the cluster will take away
         self.on_commit: Callable[[Sequence[EventRow]], None] | None = None
         self.pool: StandInPool
         self.learner: StandInLearner
+        self.hands: Hands
         self.driver: Driver
         self.lives = 0
         self.waited_for: list[str] = []  # in words, of every life
 
     # -- what stand-ins ask ---------------------------------------------------------------------------
-
-    def touch(self) -> None:
-        """A dead driver's hands reach nothing."""
-        if self.dead:
-            raise Crashed
-
-    def after_commit(self, rows: Sequence[EventRow]) -> None:
-        if self.on_commit is not None:
-            self.on_commit(rows)
 
     def rows(self) -> list[EventRow]:
         """The whole log."""
@@ -511,6 +155,24 @@ class World:
     def require_budget(self) -> None:
         assert any(row.type == "BudgetResolved" for row in self.rows()), "a worker before the budget"
 
+    # -- what a kind of world may have of its own -----------------------------------------------------
+
+    def store(self) -> GroupStore:
+        """The group store as a new driver opens it."""
+        return StandInStore(self.disk)
+
+    def checkpoints(self) -> CheckpointFiles:
+        """The checkpoint folders as a new driver opens them."""
+        return StandInCheckpoints(self.disk)
+
+    def new_learner(self) -> StandInLearner:
+        """The learner of a new driver."""
+        return StandInLearner(self)
+
+    def initial_weights(self) -> Published:
+        """Policy version 0."""
+        return Published(version=0, update=0, digest=hashed("weights", hashed("initial")), payload=b"initial")
+
     # -- lives ----------------------------------------------------------------------------------------
 
     def claim(self, **options: Any) -> RunHead:
@@ -529,16 +191,18 @@ class World:
             return self.log.create(self.run_id, first, identity)
         return self.log.take_over(self.run_id, identity, **options)
 
-    def new_driver(self, **options: Any) -> Driver:
-        """Begin an incarnation: fresh pool and learner on the old log and disk."""
-        head = self.claim(**options)
-        self.dead = False
-        self.pool, self.learner = StandInPool(self), StandInLearner(self)
+    def new_driver(self, head: RunHead | None = None, **options: Any) -> Driver:
+        """Begin an incarnation, or go on with the one that `head` claimed: fresh parts on the old log and
+        disk. The tasks that are started from here on belong to the new driver."""
+        head = head or self.claim(**options)
+        self.hands = Hands()
+        HANDS.set(self.hands)
+        self.pool, self.learner = StandInPool(self), self.new_learner()
         journal = Journal(
-            self.log.view(self),
+            LogInReach(self.log, self),  # type: ignore[arg-type]
             head,
             fold(self.rows()),
-            blocking=self._blocking,
+            blocking=self.hands.blocking,
             now=lambda: "2026-01-01T00:00:00+00:00",
         )
         parts = Parts(
@@ -546,13 +210,11 @@ class World:
             journal=journal,
             pool=self.pool,
             learner=self.learner,
-            store=StandInStore(self.disk),
-            checkpoints=StandInCheckpoints(self.disk),
+            store=self.store(),
+            checkpoints=self.checkpoints(),
             prompts=StandInPrompts(self),
-            initial_weights=lambda: Published(
-                version=0, update=0, digest=hashed("weights", hashed("initial")), payload=b"initial"
-            ),
-            blocking=self._blocking,
+            initial_weights=self.initial_weights,
+            blocking=self.hands.blocking,
             draining=self._draining,
             node="of the driver",
             waiting=self.waited_for.append,
@@ -563,17 +225,49 @@ class World:
     async def _draining(self) -> frozenset[str]:
         return self.draining
 
-    async def _blocking(self, function: Callable[..., Any], *args: Any) -> Any:
-        self.touch()
-        await asyncio.sleep(0)
-        self.touch()
-        return function(*args)
-
     def run(self, **options: Any) -> Any:
         """One life, to whatever end; returns the outcome. Raises Crashed and what the driver raises."""
-        from .virtual import run_virtually
 
         async def life() -> Any:
             return await self.new_driver(**options).run()
 
         return run_virtually(life())
+
+
+def crash_at(world: World, name: str, nth: int = 1) -> None:
+    """One life that dies at the n-th time it reaches the place."""
+    reached = 0
+
+    def watcher(place: str) -> None:
+        nonlocal reached
+        touch()
+        if place == name:
+            reached += 1
+            if reached == nth:
+                die()
+
+    with watched(watcher):
+        try:
+            world.run()
+        except Crashed:
+            return
+    raise AssertionError(f"{name} was reached {reached} times, not {nth}")
+
+
+def trained(world: World) -> list[int]:
+    """Prompt indices in the order they were trained."""
+    return [index for event in world.events("UpdateApplied") for index, _ in event.groups]
+
+
+def ledger(world: World) -> list[object]:
+    """What a run whose config is deterministic must share with the one that nobody touched: which groups in
+    which update; learning rate, loss and gradient norm of every optimizer step; the weights published."""
+    updates: list[object] = [
+        (
+            event.update,
+            [index for index, _ in event.groups],
+            [(step.learning_rate, step.loss, step.grad_norm) for step in event.steps],
+        )
+        for event in world.events("UpdateApplied")
+    ]
+    return updates + [(e.version, e.update, e.digest) for e in world.events("WeightsPublished")]

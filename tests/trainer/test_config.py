@@ -371,6 +371,7 @@ def test_a_key_that_an_older_log_lacks_counts_as_its_default() -> None:
 
 
 def test_a_changed_config_is_refused_with_both_values() -> None:
+    """Report 24."""
     with pytest.raises(ConfigChanged) as caught:
         refuse_changes("a", {"batch.prompts": (32, 16), "seed": (0, 1)})
     message = str(caught.value)

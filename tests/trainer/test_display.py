@@ -43,6 +43,7 @@ def test_update_optimizer_step_and_policy_version_are_told_apart() -> None:
 
 
 def test_a_run_that_goes_on_starts_its_display_where_it_stands() -> None:
+    """Report 35: resumed at 96, it shows 96."""
     story = Story(sets=["data.size=400"]).began()
     for _ in range(96):
         story.updated()

@@ -285,6 +285,7 @@ def test_a_run_goes_on_only_with_the_objects_that_it_began_with(base: dict[str, 
 def test_what_may_change_is_recorded_and_what_may_not_is_refused_with_both_values(
     base: dict[str, Any],
 ) -> None:
+    """Report 24."""
     first = created(planned(base))
     assert config_changes("a", first, planned(base, "learner.ranks=2")) == {"learner.ranks": [1, 2]}
     with pytest.raises(ConfigChanged, match=r"batch\.prompts = 5.*started with 4"):
@@ -292,6 +293,7 @@ def test_what_may_change_is_recorded_and_what_may_not_is_refused_with_both_value
 
 
 def test_data_or_weights_changed_in_place_are_refused(base: dict[str, Any], tmp_path: Path) -> None:
+    """Report 24."""
     first = created(planned(base))
     write_rows(tmp_path / "rows.jsonl", 10, prompt="{i} + 1 =")
     with pytest.raises(ConfigChanged, match="the data have digest"):

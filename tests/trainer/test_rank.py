@@ -152,7 +152,7 @@ def test_no_step_is_spent_at_rate_0_in_a_warm_up(one: RankProcesses, model: Path
 def test_a_step_that_is_not_finite_is_skipped_recorded_and_keeps_its_place(
     one: RankProcesses, model: Path
 ) -> None:
-    """T = 7, step 3 not finite: 7 attempted, 6 applied, the schedule at 7."""
+    """Report 12: T = 7, step 3 not finite: 7 attempted, 6 applied, the schedule at 7."""
     batches = [batch(update) for update in range(1, 8)]
     batches[3] = [not_finite(batches[3][0]), batches[3][1]]
     digests: list[str] = []
@@ -270,6 +270,7 @@ def by_two(
 def test_saved_by_two_ranks_loaded_by_another_number(
     ranks: str, by_two: Any, request: pytest.FixtureRequest
 ) -> None:
+    """Report 20: saved by 2, resumed by 1 and by 3."""
     storage, checkpoint, scenario, third = by_two
     others: RankProcesses = request.getfixturevalue(ranks)
     others.start(scenario.rows())
@@ -284,6 +285,7 @@ def test_saved_by_two_ranks_loaded_by_another_number(
 def test_saved_by_one_rank_loaded_by_two(
     one: RankProcesses, two: RankProcesses, model: Path, tmp_path: Path
 ) -> None:
+    """Report 20."""
     scenario = LearnerScenario(model)
     train(one, scenario, [batch(1)])
     checkpoint = saved_by(one, str(tmp_path), "u1")

@@ -179,7 +179,7 @@ def test_version_0_from_the_folder_is_what_the_ranks_begin_with(ranks: RankProce
 
 
 def test_the_schedule_knows_nothing_of_ranks(ranks: RankProcesses, model: Path) -> None:
-    """T = 40: the same curve on any number of ranks; at k = 10 (1 + cos(pi / 4)) / 2."""
+    """Report 14: T = 40: the same curve on any number of ranks; at k = 10 (1 + cos(pi / 4)) / 2."""
     batches = [[make_group(place, [2, 1], [1.0, 0.0])] for place in range(11)]
     scenario = LearnerScenario(model, data_len=40, batch_prompts=1, learning_rate=1.0, max_staleness=20)
     results = train(ranks, scenario, batches)

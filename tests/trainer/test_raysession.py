@@ -73,6 +73,7 @@ def test_nothing_listens_beyond_the_loopback_address(seen: dict[str, Any]) -> No
 
 
 def test_no_process_thread_or_folder_outlives_the_last_session(seen: dict[str, Any]) -> None:
+    """Report 37."""
     assert {"gcs_server", "raylet"} <= set(seen["names_while_up"])
     assert seen["folders_while_up"]
     assert seen["living_after"] == seen["children_after"] == []
@@ -81,6 +82,7 @@ def test_no_process_thread_or_folder_outlives_the_last_session(seen: dict[str, A
 
 
 def test_more_than_the_cluster_has_is_refused_with_both_numbers(seen: dict[str, Any]) -> None:
+    """Report 38, on a real Ray."""
     assert "need 7 slots" in seen["too_many"]
     assert "has 6:" in seen["too_many"]
     assert "cluster.slots" in seen["too_many"]
@@ -114,6 +116,7 @@ def test_cancelled_while_ray_starts_leaves_no_process() -> None:
 
 
 def test_a_killed_driver_leaves_nothing_and_the_same_command_starts_at_once() -> None:
+    """Reports 37 and 39."""
     first = start("until_killed")
     assert first.stdout is not None
     left = json.loads(first.stdout.readline())

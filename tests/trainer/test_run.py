@@ -113,6 +113,7 @@ async def test_preempted_by_its_program_and_gone_on_with(tmp_path: Path, config:
 
 
 async def test_a_cancelled_program_leaves_no_child_process(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Report 37."""
     before = {process.pid for process in below()}
 
     async def program() -> None:
