@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 CHECKS: dict[str, str] = {
     "chain": "the hash chain is whole and seq is dense from 1",
     "events": "every row can be read and stands where its kind may stand",
+    "fold": "the fold that drives the run takes every event, and adds up to the same",
     "config": "nothing that fixes the accounting was changed when the run went on",
     "budget": "the budget is committed once, before any worker, and follows from the config and the data",
     "incarnations": "incarnations count up from 1, and none writes after a newer one began",

@@ -1,4 +1,4 @@
-"""Events read back: from SQLite, chain-checked, decoded and folded a second, and audited a second.
+"""Events read back: from SQLite, chain-checked, decoded and folded a second, and audited as well a second.
 
 The log is that of a valid run, made by the tests' scenario: groups of eight samples, each in a file of its
 own, an update of eight groups, a publication after each, a checkpoint every ten. It is read in a process of
@@ -23,7 +23,7 @@ from surefoot.statemachine.events import CheckpointCommitted, Event, Incarnation
 from surefoot.statemachine.liveness import DriverIdentity
 from surefoot.statemachine.log import EventLog, EventRow, build_rows, chained
 from surefoot.statemachine.sqllog import open_log
-from surefoot.statemachine.state import fold
+from surefoot.statemachine.state import RunState, fold
 
 from ..statemachine.scenario import Scenario
 from .figures import Bench, Figure, answer, settings_of
@@ -45,7 +45,7 @@ def measure(bench: Bench) -> list[Figure]:
     read = bench.ask_child("reading", {"path": str(path), "what": "fold"})
     audited = bench.ask_child("reading", {"path": str(path), "what": "audit"})
     raw = bench.ask_child("reading", {"path": str(path), "what": "raw"})
-    per_million = 1e6 * (read["seconds"] + audited["seconds"]) / read["events"]
+    per_million = 1e6 * audited["seconds"] / audited["events"]
     details = {
         "events": read["events"],
         "events_by_type": kinds,
@@ -64,7 +64,7 @@ def measure(bench: Bench) -> list[Figure]:
             "events_audited",
             audited["events"] / audited["seconds"],
             "events/s",
-            says=f"read and audited ({'all holds' if audited['ok'] else 'AUDIT FAILED'})",
+            says=f"read, folded and audited ({'all holds' if audited['ok'] else 'AUDIT FAILED'})",
             details=audited,
         ),
         Figure(
@@ -72,8 +72,8 @@ def measure(bench: Bench) -> list[Figure]:
             per_million / SECONDS_OF_A_MILLION,
             at_most=1.0,
             says=f"open, fold and audit of a million events / {SECONDS_OF_A_MILLION:g} s, from "
-            f"{read['events']:,}; peak {max(read['peak_mb'], audited['peak_mb']):.0f} MB",
-            details={"peak_mb": max(read["peak_mb"], audited["peak_mb"])},
+            f"{audited['events']:,}; peak {audited['peak_mb']:.0f} MB",
+            details={"peak_mb": audited["peak_mb"]},
         ),
     ]
 
@@ -136,7 +136,7 @@ def _fold(path: str) -> tuple[int, bool]:
 
 def _audit(path: str) -> tuple[int, bool]:
     log = open_log(f"sqlite:///{path}", migrate=False)
-    report = audit(log.read(RUN), log.head(RUN))
+    report = audit(log.read(RUN), log.head(RUN), RunState())  # as `surefoot audit` does it
     seq = log.head(RUN).head_seq
     log.close()
     for check in report.checks:

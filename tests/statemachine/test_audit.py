@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,9 +13,17 @@ from surefoot.statemachine import audit as audit_module
 from surefoot.statemachine.audit import audit
 from surefoot.statemachine.audit_findings import CHECKS
 from surefoot.statemachine.errors import LogBroken
-from surefoot.statemachine.events import EVENT_TYPES, IssueReason, TakeReason, WorkerReplaced, WorkersReady
+from surefoot.statemachine.events import (
+    EVENT_TYPES,
+    Event,
+    IssueReason,
+    TakeReason,
+    UpdateBegan,
+    WorkerReplaced,
+    WorkersReady,
+)
 from surefoot.statemachine.log import EventRow, RunHead
-from surefoot.statemachine.state import fold
+from surefoot.statemachine.state import RunState, fold
 
 from .audits import detail, failures, report_of
 from .scenario import Scenario, whole_run
@@ -79,8 +87,52 @@ def test_a_run_that_was_killed_and_went_on_passes() -> None:
 
 def test_every_check_is_reported_in_order_with_a_detail() -> None:
     report = report_of(whole_run())
-    assert [check.id for check in report.checks] == list(CHECKS)
+    assert [check.id for check in report.checks] == [name for name in CHECKS if name != "fold"]
     assert all(check.detail for check in report.checks)
+    folded = audit(whole_run().rows(), state=RunState())
+    assert [check.id for check in folded.checks] == list(CHECKS)
+
+
+def fold_check(rows: Sequence[EventRow], state: RunState) -> tuple[bool, str]:
+    (check,) = (check for check in audit(rows, state=state).checks if check.id == "fold")
+    return check.ok, check.detail
+
+
+def test_the_fold_takes_a_valid_log_in_the_same_pass_and_agrees() -> None:
+    rows, state = eventful().rows(), RunState()
+    assert fold_check(rows, state) == (True, f"{len(rows)} events taken, in phase Completed")
+    assert state.digest() == fold(rows).digest()
+
+
+def test_an_event_that_the_fold_refuses_is_named_and_nothing_after_it() -> None:
+    scenario = whole_run()
+    began = next(i for i, (_, event) in enumerate(scenario.entries) if isinstance(event, UpdateBegan))
+    del scenario.entries[began]
+    ok, detail = fold_check(scenario.rows(), RunState())
+    assert not ok
+    assert detail.startswith(f"event {began + 1}: ") and detail.count("event ") <= 2
+
+
+def test_a_fold_that_adds_up_to_something_else_is_said_with_both_values() -> None:
+    class Miscounts(RunState):
+        def apply(self, row: EventRow, event: Event | None = None) -> Event:
+            taken = super().apply(row, event)
+            if row.type == "RunCompleted":
+                self.optimizer_steps += 1
+            return taken
+
+    rows = whole_run().rows()
+    steps = fold(rows).optimizer_steps
+    ok, detail = fold_check(rows, Miscounts())
+    assert not ok
+    assert f"optimizer steps: {steps + 1} by the fold, {steps} by the audit" in detail
+
+
+def test_a_row_that_cannot_be_read_ends_the_folding_and_not_the_audit() -> None:
+    rows = whole_run().rows()
+    rows[5] = msgspec.structs.replace(rows[5], payload=b"{")
+    ok, detail = fold_check(rows, RunState())
+    assert not ok and "event 6" in detail
 
 
 def test_the_report_is_plain_json() -> None:
@@ -93,7 +145,7 @@ def test_the_report_is_plain_json() -> None:
 
 
 def test_every_event_type_is_audited() -> None:
-    auditor = audit_module._Auditor()
+    auditor = audit_module._Auditor(None)
     assert set(auditor._handlers) == set(EVENT_TYPES)
 
 
