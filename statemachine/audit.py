@@ -1,8 +1,8 @@
 """The audit: recomputes every identity of a run from the raw rows of its log, and says which hold.
 
 It reads nothing else, believes no counter, and shares no code with the fold: what the fold would refuse to
-apply, the audit names. Asked to, it hands each event to a fold as well and compares the two. It holds one byte
-and one hash per prompt and row, and looks at each row once.
+apply, the audit names. Asked to, it hands each event to a fold as well and compares the two. It holds one
+byte and one hash per prompt and row, and looks at each row once.
 Invariant: a broken log never ends an audit; it is a failed check that names the seq.
 """
 
