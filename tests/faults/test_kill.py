@@ -102,3 +102,27 @@ def test_the_quickstart_killed_and_resumed_trains_each_group_once(tmp_path: Path
     assert (shown["checkpoint_update"], shown["first_update"], shown["last_update"]) == (0, 1, 6)
     assert shown["ok"] and shown["same_execution"] and shown["loss_deviation"] == 0.0
     assert shown["last_digest"] == run.events("RunCompleted")[0].weights_digest
+
+
+def test_resumed_on_other_ranks_workers_and_micro_batches_the_accounting_is_the_same(
+    untouched: RealRun, tmp_path: Path
+) -> None:
+    """Report 20, on real parts: the deviations of the redo are recorded, and the run goes on."""
+    run = RealRun(untouched.config, tmp_path)
+    assert run.live(crashpoint="update.committed:5") == -9
+    elastic = ["learner.ranks=2", "learner.micro_batch_tokens=40", "rollout.workers=2"]
+    assert run.live(*(word for one in elastic for word in ("--set", one))) == 0, run.output()
+    (redone,) = run.events("UpdatesRedone")
+    assert (redone.first_update, redone.last_update) == (4, 5)
+    assert not redone.same_execution and not redone.accepted_divergence
+    assert 0.0 <= redone.loss_deviation < 1e-5
+    changes = run.events("IncarnationBegan")[1].config_changes
+    assert changes == {
+        "learner.ranks": [1, 2],
+        "learner.micro_batch_tokens": [16384, 40],
+        "rollout.workers": [1, 2],
+    }
+    assert run.audit().ok
+    for was, now in zip(untouched.ledger()[:-1], run.ledger()[:-1], strict=True):
+        assert now[:2] == was[:2], "the same groups in the same update"
+        assert [step[:2] for step in now[2]] == [step[:2] for step in was[2]], "at the same learning rates"
