@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import inspect
 import math
+import signal
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -83,6 +84,7 @@ async def score_group(
     that fails.
     """
     arguments = [(dict(row.fields), text, list(ids)) for text, ids in responses]
+    _let_children_hear_sigterm()  # of an async reward; a thread is made with the mask of this one
     if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None)):  # noqa: B004
         values = await _await_all(row, [(reward, one) for one in arguments], timeout_seconds)
     else:
@@ -165,6 +167,11 @@ class _Calls:
         if error is not None:
             raise _raised(self._row, error) from error
         return self._values
+
+
+def _let_children_hear_sigterm() -> None:
+    """Workers are started deaf to SIGTERM; what a reward starts is not to be: `terminate` must end it."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _checked(row: Row, value: Any) -> Score:

@@ -15,12 +15,14 @@ import secrets
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
+PARTING_SECONDS = 0.5  # for this process to say good-bye to Ray, after which its daemons are killed
 END_SECONDS = 10.0  # for Ray's processes to end by themselves, after which they are killed
 TEMP_PREFIX = "surefoot-ray-"
 FAILURE_SIGNALS = (
@@ -115,6 +117,31 @@ def signals() -> Iterator[None]:
     finally:
         for number, action in saved.items():
             sigaction(int(number), action, None)
+
+
+@contextlib.contextmanager
+def deaf() -> Iterator[None]:
+    """What this thread starts meanwhile, and all below it, does not hear SIGTERM, as Ray does it with SIGINT.
+
+    A supervisor sends it to every process, and a checkpoint can be taken only while Ray is there. When Ray
+    ends is for us to say; who is killed with us dies all the same.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def killed_after(seconds: float, processes: list[psutil.Process]) -> Iterator[None]:
+    """Kill processes beside the body, which asks them to end one after the other, and they do not hear it."""
+    timer = threading.Timer(seconds, kill, [processes])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager

@@ -25,11 +25,14 @@ import psutil
 
 from ..statemachine.errors import ClusterTooSmall, ConfigRefused, RunFailedError, TimedOut
 from .rayhost import (
+    PARTING_SECONDS,
     Folder,
+    deaf,
     end,
     environment,
     forget_token,
     kill,
+    killed_after,
     local_environment,
     loopback,
     processes_naming,
@@ -290,7 +293,7 @@ class _Host:
 
         self._folder = folder = Folder()
         try:
-            with environment(local_environment()), loopback(), signals():
+            with environment(local_environment()), loopback(), signals(), deaf():
                 ray.init(
                     address="local",  # whatever RAY_ADDRESS says
                     num_cpus=local_slots(slots),
@@ -331,7 +334,8 @@ class _Host:
 
         processes = self._processes()
         try:
-            ray.shutdown(wait_for_processes=True)
+            with killed_after(PARTING_SECONDS, processes):
+                ray.shutdown(wait_for_processes=True)
         finally:
             end(processes)
             forget_token()

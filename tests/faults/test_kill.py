@@ -38,12 +38,16 @@ def test_killed_twice_and_resumed_at_once_it_is_the_same_run(untouched: RealRun,
     assert run.ledger() == untouched.ledger()
 
 
-def test_sigterm_leaves_a_checkpoint_no_child_and_code_75(untouched: RealRun, tmp_path: Path) -> None:
+def test_sigterm_to_every_process_leaves_a_checkpoint_no_child_and_code_75(
+    untouched: RealRun, tmp_path: Path
+) -> None:
     """Reports 36 and 37."""
     run = RealRun(untouched.config, tmp_path)
     life = run.start()
     life.wait_for("UpdateApplied", 2)
     below = life.below()
+    for process in below:  # as a supervisor does that ends a whole group
+        process.terminate()
     os.kill(life.process.pid, signal.SIGTERM)
     assert life.wait() == 75, run.output()
     assert gone(below) == []

@@ -3,6 +3,8 @@
 import asyncio
 import functools
 import math
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from surefoot.rollout.protocols import Row
 from surefoot.rollout.rewards import Score, resolve_reward, score, score_group
 from surefoot.rollout.tasks import TaskReward, exact_match_reward
 from surefoot.statemachine.errors import ConfigRefused, RewardFailed
+from surefoot.trainer.rayhost import deaf
 
 ROW = Row(row_index=7, prompt="1+1=", prompt_ids=[1, 2], fields={"prompt": "1+1=", "answer": "2"})
 
@@ -324,3 +327,20 @@ def test_a_function_may_change_what_it_is_given_without_harm():
 
     assert len(group(greedy, "ab")) == 2
     assert ROW.fields == {"prompt": "1+1=", "answer": "2"}
+
+
+def start_and_terminate(row, text, ids) -> float:
+    """A reward that runs a program and ends it."""
+    child = subprocess.Popen(["sleep", "60"])
+    child.terminate()
+    return float(child.wait(timeout=20))
+
+
+async def start_terminate_and_await(row, text, ids) -> float:
+    return start_and_terminate(row, text, ids)
+
+
+@pytest.mark.parametrize("reward", [start_and_terminate, start_terminate_and_await])
+def test_what_a_reward_starts_hears_sigterm_though_the_worker_was_started_deaf(reward) -> None:
+    with deaf():
+        assert call(reward).reward == -signal.SIGTERM
