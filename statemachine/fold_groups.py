@@ -48,6 +48,8 @@ def on_reissued(state: RunState, event: ev.GroupsReissued, row: EventRow) -> Non
             refuse(
                 row, f"attempt {issue.attempt} of group {issue.prompt_index} does not follow {group.attempt}"
             )
+        if state.batch is not None:
+            _refuse_if_in_batch(state.batch, issue.prompt_index, row)
         version = state.policy_version if stale else group.admission_version
         if issue.admission_version != version:
             refuse(row, f"its admission version is {version}")
@@ -103,6 +105,8 @@ def on_dropped(state: RunState, event: ev.GroupsDropped, row: EventRow) -> None:
     for prompt_index in event.prompt_indices:
         if prompt_index not in live:
             refuse(row, f"group {prompt_index} is not live")
+        if state.batch is not None:
+            _refuse_if_in_batch(state.batch, prompt_index, row)
     if rest and sorted(event.prompt_indices) != sorted(live):
         refuse(row, "what is left over is dropped all at once")
     for prompt_index in event.prompt_indices:
@@ -112,6 +116,11 @@ def on_dropped(state: RunState, event: ev.GroupsDropped, row: EventRow) -> None:
         state.fates[prompt_index] = DROPPED
     state.groups_dropped += len(event.prompt_indices)
     state.exhausted = state.exhausted or rest
+
+
+def _refuse_if_in_batch(batch: ev.UpdateBegan, prompt_index: int, row: EventRow) -> None:
+    if any(index == prompt_index for index, _ in batch.groups):
+        refuse(row, f"group {prompt_index} is in the batch of update {batch.update}, which has begun")
 
 
 def on_answer_refused(state: RunState, event: ev.AnswerRefused, row: EventRow) -> None:

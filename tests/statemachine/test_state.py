@@ -112,6 +112,19 @@ REFUSED = {
         lambda s, e: msgspec.structs.replace(e, groups=e.groups[::-1]),
         "not the batch",
     ),
+    "a group issued again out of a batch that has begun": (
+        "UpdateApplied",
+        lambda s, e: ev.GroupsReissued(
+            groups=[ev.Issue(e.groups[0][0], e.groups[0][1] + 1, s.live[e.groups[0][0]].admission_version)],
+            reason=ev.IssueReason.BAD_FILE,
+        ),
+        "in the batch of update",
+    ),
+    "a group dropped out of a batch that has begun": (
+        "UpdateApplied",
+        lambda s, e: ev.GroupsDropped(prompt_indices=[e.groups[0][0]], reason=ev.DropReason.NO_SPREAD),
+        "in the batch of update",
+    ),
     "an update out of order": (
         "UpdateApplied",
         lambda s, e: msgspec.structs.replace(e, update=e.update + 1),
