@@ -27,8 +27,10 @@ $(STAMP): pyproject.toml
 		ln -sfn "$(CURDIR)/$$folder" $(VENV)/links/surefoot/$$folder; done
 	@touch $@
 
+# Side by side what needs no Ray; one after the other what does, as real runs would starve each other.
 test: setup
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest $(PYTEST) -m "not real" -n 2
+	$(BIN)/python -m pytest $(PYTEST) -m real --durations=15
 
 demo: setup
 	$(BIN)/surefoot train examples/quickstart.toml --run $(RUN)
