@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from .raysession_lives import living
+from ..faults.lives import gone
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
@@ -125,10 +124,7 @@ def test_a_killed_driver_leaves_nothing_and_the_same_command_starts_at_once() ->
     assert second.stdout is not None
     assert json.loads(second.stdout.readline())["actor"] not in left["pids"]
     processes = [psutil.Process(pid) for pid in left["pids"] if psutil.pid_exists(pid)]
-    deadline = time.monotonic() + 30
-    while living(processes):
-        assert time.monotonic() < deadline, living(processes)
-        time.sleep(0.05)
+    assert gone(processes, 30.0) == []
     os.killpg(second.pid, signal.SIGKILL)
     for process in (first, second):
         process.communicate()
