@@ -151,6 +151,12 @@ class Diverged(RunFailedError):
     code = "diverged"
 
 
+class RunClosed(LogError):
+    """The run is over for good: nobody takes it over. Facts: run, ending."""
+
+    code = "run_closed"
+
+
 class GroupUnusable(SurefootError, OSError):
     """A group file is missing or does not match its digest. Facts: file, prompt_index."""
 

@@ -14,8 +14,17 @@ from typing import Any, Protocol
 
 import msgspec
 
-from .errors import FencedOut, LogBroken, RunExists, RunInUse, RunUnknown, WrongSeq
-from .events import Event, IncarnationBegan, TakeReason, decode, encode, type_of
+from .errors import FencedOut, LogBroken, RunClosed, RunExists, RunInUse, RunUnknown, WrongSeq
+from .events import (
+    Event,
+    IncarnationBegan,
+    RunCompleted,
+    RunStopped,
+    TakeReason,
+    decode,
+    encode,
+    type_of,
+)
 from .liveness import DriverIdentity
 
 __all__ = [
@@ -274,6 +283,14 @@ def take_reason(head: RunHead, *, ask: bool, lives: Callable[[DriverIdentity], b
         host=head.driver.host,
         pid=head.driver.pid,
     )
+
+
+def refuse_closed(run_id: str, last_type: str) -> None:
+    """Nobody takes over a run that is over for good. Raises RunClosed."""
+    if last_type in (RunCompleted.__name__, RunStopped.__name__):
+        raise RunClosed(
+            f"run {run_id!r} is over: its last event is {last_type}", run=run_id, ending=last_type
+        )
 
 
 def incarnation_began(

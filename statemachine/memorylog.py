@@ -21,6 +21,7 @@ from .log import (
     RunHead,
     build_rows,
     incarnation_began,
+    refuse_closed,
     refuse_misbuilt,
     run_exists,
     run_unknown,
@@ -78,6 +79,7 @@ class MemoryLog:
     ) -> RunHead:
         with self._lock:
             head = self._head(run_id)
+            refuse_closed(run_id, self._runs[run_id].rows[-1].type)
             reason = take_reason(head, ask=ask, lives=self._lives)
             mine = head.incarnation + 1
             began = incarnation_began(mine, reason, driver, config_changes, accept_divergence)

@@ -28,6 +28,7 @@ from .log import (
     RunHead,
     build_rows,
     incarnation_began,
+    refuse_closed,
     refuse_misbuilt,
     run_exists,
     run_unknown,
@@ -143,6 +144,8 @@ class SqlLog:
             head = self._locked_head(cursor, run_id)
             if head.head_hash in sent:
                 return head  # the answer was lost, not the deed
+            self._sql.page.run(cursor, run=run_id, after=head.head_seq - 1, size=1)
+            refuse_closed(run_id, rows_of(run_id, cursor)[0].type)
             reason = take_reason(head, ask=ask, lives=self._lives)
             mine = head.incarnation + 1
             began = incarnation_began(mine, reason, driver, config_changes, accept_divergence)

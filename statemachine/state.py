@@ -153,11 +153,15 @@ class RunState:
         return min(self.checkpoints) if self.checkpoints else 0
 
     def retirable(self, keep: int) -> tuple[list[ev.CheckpointCommitted], list[str]]:
-        """Checkpoints beyond the newest `keep`, and group files that all kept ones cover."""
+        """Checkpoints beyond the newest `keep`, and group files that all kept ones cover.
+
+        While there are fewer than `keep`, the starting weights stand in for one: a damaged checkpoint costs
+        time then as well, not the run.
+        """
         updates = list(self.checkpoints)
         old = [self.checkpoints[update] for update in updates[: max(0, len(updates) - keep)]]
         kept = updates[len(old) :]
-        covered = kept[0] if kept else 0
+        covered = kept[0] if len(kept) >= keep else 0
         if self.config["groups"]["keep"] == "all":
             return old, []
         files = [name for name, use in self.files.items() if use.waiting == 0 and use.last_update <= covered]
@@ -198,7 +202,7 @@ class RunState:
                 f"it carries incarnation {row.incarnation}, and incarnation {self.incarnation} holds the run",
             )
         phase = self.phase
-        if phase in CLOSED:
+        if phase in ENDED and (phase in CLOSED or kind != "IncarnationBegan"):
             refuse(row, f"the run is {phase}")
         if kind in MOVES_BY_EVENT and self.created is not None:
             phase = destination(self, event)

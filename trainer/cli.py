@@ -282,16 +282,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.append(os.getcwd())  # reward functions may lie in the folder that the command runs in
     try:
         code = app(arguments, prog_name="surefoot", standalone_mode=False)
-        sys.stdout.flush()
-        return code if isinstance(code, int) else 0
+        code = code if isinstance(code, int) else 0
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _forget_stdout()
+        return code
     except (BrokenPipeError, SystemExit):  # the second is typer's form of the first
-        # Whoever read our output has read enough; what is left unwritten must not be tried again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_stdout()
         return 0
     except BaseException as error:
         if "--debug" in arguments:
             raise
         return _report(error)
+
+
+def _forget_stdout() -> None:
+    """Whoever read our output has read enough; what is left unwritten must not be tried again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(error: BaseException) -> int:

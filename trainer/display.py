@@ -6,6 +6,7 @@ other figure is the fold's, so a run that goes on at update 96 starts its displa
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from datetime import datetime
@@ -172,7 +173,9 @@ class Display:
             self._say(line_of(self.progress.figures()))
 
     def _say(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
+        # Rich's form of a reader that went away, which is no reason to end a run; it prints no more.
+        with contextlib.suppress(SystemExit):
+            self._console.print(Text(text), soft_wrap=True)
 
     def _panel(self) -> RenderableType:
         progress, waiting = self.progress, self._waiting

@@ -46,6 +46,7 @@ from .tasks import cancel
 
 HEARTBEAT_SECONDS = 5.0
 DRAIN_LOOK_SECONDS = 1.0
+CLOSE_SECONDS = 15.0  # for workers and ranks to end
 LEARNER_TRIES_WITHOUT_PROGRESS = 3
 
 
@@ -96,15 +97,20 @@ class Driver:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
+            await self._still(main, stop, *helpers)  # nobody writes after the end, nor while it is told
             await self._fail(error)
             raise
         finally:
-            self._feeder.paused = True
-            await cancel(main, stop, *helpers)
-            await self._publisher.close()
-            self._keeper.abandon()
+            await self._still(main, stop, *helpers)
             await self._close()
         return self.outcome()
+
+    async def _still(self, *tasks: asyncio.Task[Any]) -> None:
+        """End everything that could still decide something. Idempotent."""
+        self._feeder.paused = True
+        await cancel(*tasks)
+        await self._publisher.close()
+        self._keeper.abandon()
 
     def outcome(self) -> Outcome:
         """The outcome as the log says it now."""
@@ -218,6 +224,7 @@ class Driver:
         ready: ReadBatch | None = None  # a batch that has begun
         try:
             while True:
+                self._keeper.raise_if_failed()
                 if state.phase is Phase.SYNC:
                     ready = await self._publish()
                 if self._keeper.is_due(state.updates) and state.updates not in state.checkpoints:
@@ -249,8 +256,7 @@ class Driver:
                 )
             if not isinstance(decision, Waiting):
                 return decision
-            self._publisher.raise_if_failed()
-            await changed.wait()
+            await self._publisher.or_failed(changed)
 
     async def _update(self, ready: ReadBatch) -> None:
         """Execute a batch that has begun, and commit it; weights that are due are gathered meanwhile."""
@@ -300,7 +306,7 @@ class Driver:
         finally:
             await cancel(reading)
         if issued:
-            self._feeder.submit(issued)
+            self._feeder.submit_admitted(issued)
         stale = stale_after_publication(self._journal.state)
         if stale:
             await self._batches.reissue(
@@ -359,6 +365,9 @@ class Driver:
         if state.phase is Phase.UPDATE:
             await self._wait_for_update(main, deadline - for_checkpoint)
         await cancel(main)
+        await self._publisher.close()
+        if not main.cancelled() and (error := main.exception()) and not isinstance(error, LearnerGone):
+            raise error  # the run failed while it was being stopped
         await self._checkpoint_before(deadline)
         await self._journal.commit(lambda s: [] if s.ended else [self._preempted(s)])
 
@@ -394,12 +403,14 @@ class Driver:
 
     async def _fail(self, error: BaseException) -> None:
         """Record the failure, if the log takes it; a fenced or broken log is left as it is."""
-        state = self._journal.state
-        if self._journal.broken or state.ended or isinstance(error, FencedOut | WrongSeq):
+        if self._journal.broken or isinstance(error, FencedOut | WrongSeq):
             return
         facts = dict(error.facts) if isinstance(error, SurefootError) else {}
-        try:
-            await self._journal.append(
+
+        def decide(state: RunState) -> list[ev.Event]:
+            if state.ended:
+                return []
+            return [
                 ev.RunFailed(
                     code=error.code if isinstance(error, SurefootError) else type(error).__name__,
                     error=str(error) or type(error).__name__,
@@ -409,13 +420,24 @@ class Driver:
                         key: value for key, value in facts.items() if isinstance(value, str | int | float)
                     },
                 )
-            )
+            ]
+
+        try:
+            await self._journal.commit(decide)
         except (LogError, OSError) as second:
             error.add_note(f"and the log did not take the failure: {second}")
 
     async def _close(self) -> None:
-        await asyncio.gather(self._parts.pool.close(), self._parts.learner.close())
+        """End workers and ranks, and let go of the run; a Ray that does not answer keeps nobody for long."""
+        closing = {
+            asyncio.ensure_future(self._parts.pool.close()),
+            asyncio.ensure_future(self._parts.learner.close()),
+        }
+        done, late = await asyncio.wait(closing, timeout=CLOSE_SECONDS)
+        await cancel(*late)  # whoever started Ray ends it, and all that is in it
         await self._journal.release()
+        for task in done:
+            task.result()
 
     async def _watch_drains(self) -> None:
         """A machine is going away: its workers get nothing new; for ranks and for us it is a preemption."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from ..rollout.packing import unpack_i32
 from ..rollout.protocols import Answer, Group, GroupDone, GroupFailed, StoredFile, WorkerLost
@@ -33,6 +34,7 @@ from ..statemachine.events import (
 from ..statemachine.phases import Phase
 from ..statemachine.state import LiveGroup, RunState
 from .parts import Parts
+from .tasks import cancel
 
 MOMENT_SECONDS = 0.02
 """How long answers are gathered while the learner is busy."""
@@ -45,6 +47,7 @@ class Feeder:
         self._parts = parts
         self._kick = asyncio.Event()
         self._file_numbers = itertools.count(1)
+        self._promised = 0  # groups in a decision that are not with the pool yet: their slots are taken
         self.paused = False  # set when the run is about to end: nothing more is admitted
 
     def kick(self) -> None:
@@ -72,12 +75,12 @@ class Feeder:
                 some.set()
 
         collecting = asyncio.ensure_future(collect())
+        waiting: asyncio.Task[Any] | None = None
         try:
             while True:
                 waiting = asyncio.ensure_future(some.wait())
                 await asyncio.wait({waiting, collecting}, return_when=asyncio.FIRST_COMPLETED)
                 if collecting.done():
-                    waiting.cancel()
                     collecting.result()
                 if self._parts.journal.state.phase is not Phase.ROLLOUT:
                     await asyncio.sleep(MOMENT_SECONDS)
@@ -86,13 +89,13 @@ class Feeder:
                 await self._receive(answers)
                 self.kick()
         finally:
-            collecting.cancel()
+            await cancel(collecting, waiting)
 
     async def _admit(self) -> None:
         issued: list[Issue] = []
         if await self._parts.journal.commit(lambda state: self.admission(state, issued)):
             crashpoint("admit.after")
-            self.submit(issued)
+            self.submit_admitted(issued)
 
     def admission(
         self, state: RunState, issued: list[Issue], policy_version: int | None = None
@@ -101,7 +104,7 @@ class Feeder:
 
         `policy_version`: the one that the same transaction publishes, if it does.
         """
-        slots = self._parts.pool.free_slots()
+        slots = self._parts.pool.free_slots() - self._promised
         if slots <= 0 or state.exhausted or self.paused:
             return []
         events: list[Event] = []
@@ -113,8 +116,14 @@ class Feeder:
             events.append(GroupsAdmitted(groups=fresh))
             issued.extend(fresh)
         if events:
+            self._promised += len(issued)
             crashpoint("admit.before")
         return events
+
+    def submit_admitted(self, issues: Sequence[Issue]) -> None:
+        """Hand what `admission` has decided on, once it is committed, to workers."""
+        self._promised -= len(issues)
+        self.submit(issues)
 
     def submit(self, issues: Sequence[Issue]) -> None:
         """Hand committed attempts to workers."""
@@ -178,7 +187,7 @@ class Feeder:
             crashpoint("group.stored")
         if issued:
             crashpoint("admit.after")
-            self.submit(issued)
+            self.submit_admitted(issued)
 
 
 def is_current(state: RunState, prompt_index: int, attempt: int) -> bool:

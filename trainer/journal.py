@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from ..statemachine.crashpoints import crashpoint
-from ..statemachine.errors import SurefootError
+from ..statemachine.errors import IllegalEvent, SurefootError
 from ..statemachine.events import Event
 from ..statemachine.log import EventLog, EventRow, RunHead, build_rows
 from ..statemachine.phases import Phases, destination
@@ -79,6 +79,13 @@ class Journal:
             events = list(decide(self.state))
             if not events:
                 return []
+            if self.state.ended:
+                # Decided before the end, and late for the lock: nothing stands after an end.
+                raise IllegalEvent(
+                    f"{type(events[0]).__name__} is too late: this incarnation has ended",
+                    seq=self.state.seq,
+                    event=type(events[0]).__name__,
+                )
             destination(self.state, events[0])  # refused before it is written
             crashpoint("log.append.before")
             rows = build_rows(
@@ -92,22 +99,31 @@ class Journal:
                 raise
             self.seconds_appending += asyncio.get_running_loop().time() - started
             crashpoint("log.append.after")
-            for row, event in zip(rows, events, strict=True):
-                self._fold(row, event)
+            raised = [
+                error for row, event in zip(rows, events, strict=True) for error in self._fold(row, event)
+            ]
             self._tail.extend(rows)
             self._changed.set()
             self._changed = asyncio.Event()
+            if raised:  # a listener's: the log and the fold are whole
+                raise raised[0]
             return events
 
-    def _fold(self, row: EventRow, event: Event) -> None:
+    def _fold(self, row: EventRow, event: Event) -> list[Exception]:
+        """Fold one row, and tell the listeners; what they raise is returned."""
         try:
             self.phases.move(self.state, event)
             self.state.apply(row, event)
         except SurefootError as error:
             self._broken = error
             raise
+        raised: list[Exception] = []
         for listener in self.listeners:
-            listener(row, event, self.state)
+            try:
+                listener(row, event, self.state)
+            except Exception as error:
+                raised.append(error)
+        return raised
 
     @property
     def broken(self) -> bool:

@@ -64,12 +64,13 @@ class Keeper:
         self._tries += 1
         # The driver's own number: the log that it read may hold the beginning of a newer one already.
         path = f"u{update:06d}-i{parts.journal.incarnation:04d}-{self._tries:03d}"
-        head_seq, head_hash = state.seq, state.hash
+        # All of it as of now: what is committed while the snapshot is taken is not in it.
+        head_seq, head_hash, version = state.seq, state.hash, state.version_at(update)
         older = served if served is not None and served.version > 0 and served.update < update else None
         started = asyncio.get_running_loop().time()
         await parts.learner.save(path, head_seq, head_hash, older)
         self._under_way = asyncio.ensure_future(
-            self._commit(path, update, state.version_at(update), head_seq, head_hash, started)
+            self._commit(path, update, version, head_seq, head_hash, started)
         )
 
     async def _commit(
@@ -96,10 +97,21 @@ class Keeper:
         await self.retire()
 
     async def settle(self) -> None:
-        """Wait for the checkpoint under way, if there is one. Raises what it raised."""
-        task, self._under_way = self._under_way, None
+        """Wait for the checkpoint under way, if there is one. Raises what it raised.
+
+        It goes on if whoever waits is cancelled, and can be waited for again.
+        """
+        task = self._under_way
         if task is not None:
-            await task
+            await asyncio.wait({task})
+            if self._under_way is task:
+                self._under_way = None
+            task.result()
+
+    def raise_if_failed(self) -> None:
+        """Raise what the checkpoint under way has raised so far."""
+        if self._under_way is not None and self._under_way.done():
+            self._under_way.result()
 
     def abandon(self) -> None:
         """Forget the checkpoint under way: its learner is gone, its files are swept later."""

@@ -82,6 +82,15 @@ class Place:
                     run=self.run,
                 )
 
+    def refuse_another_runs_log(self) -> None:
+        """Refuse a copied or renamed folder: its log is of the run that it was. Raises UserMistake."""
+        if self.db is None and (found := sorted(_taken(self.log_url))):
+            raise UserMistake(
+                f"{self.folder} holds the log of run {found[0]!r}, not of {self.run!r}: give the folder its "
+                "name back, or choose another name",
+                run=self.run,
+            )
+
     @contextmanager
     def reading(self) -> Iterator[EventLog]:
         """The run's log, to read from; writes nothing. Raises RunUnknown."""

@@ -111,10 +111,18 @@ class Publisher:
         if task is not None:
             await task
 
-    def raise_if_failed(self) -> None:
-        """Raise what sending or evaluating has raised so far."""
-        if self._serving is not None and self._serving.done():
-            self._serving.result()
+    async def or_failed(self, awaited: asyncio.Event) -> None:
+        """Wait for an event; raise what sending or evaluating raises meanwhile, or has raised."""
+        waiting = asyncio.ensure_future(awaited.wait())
+        try:
+            serving = {self._serving} if self._serving is not None else set()
+            while not waiting.done():
+                await asyncio.wait({waiting, *serving}, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in serving if task.done()]:
+                    serving.discard(task)
+                    task.result()
+        finally:
+            await cancel(waiting)
 
     async def close(self) -> None:
         """Give up whatever is under way."""

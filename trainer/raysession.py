@@ -46,7 +46,8 @@ T = TypeVar("T")
 
 OBJECT_STORE_BYTES = 400 * 1024 * 1024  # shared memory, taken as it fills; Ray spills to disk beyond it
 FREE_WAIT_SECONDS = 10.0  # for what a run before this one is about to give back
-LEAVE_SECONDS = 60.0  # for Ray's own shutdown
+LEAVE_SECONDS = 20.0  # for Ray's own shutdown
+GIVE_UP_SECONDS = 10.0  # for a start of Ray that nobody wants any more to end
 
 
 class RaySession:
@@ -69,7 +70,7 @@ class RaySession:
         try:
             done, _ = await asyncio.wait({entering}, timeout=start_seconds)
         except asyncio.CancelledError:
-            await _to_the_end(entering, start_seconds)
+            await _to_the_end(entering, min(start_seconds, GIVE_UP_SECONDS))
             if entering.done():
                 await _to_the_end(asyncio.wrap_future(host.submit(host.leave)), LEAVE_SECONDS)
             else:

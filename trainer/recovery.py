@@ -57,17 +57,19 @@ async def redo(parts: Parts, keeper: Keeper, ready: LearnerReady, served: Publis
     base, served = await _load(parts, served)
     deviation = Deviation()
     first, last = base + 1, state.updates
+    missing = next((update for update in range(first, last + 1) if update not in state.records), None)
+    if missing is not None:
+        raise RunFailedError(
+            f"update {missing} must be redone, and its groups were deleted once every kept checkpoint covered "
+            "it; none of those can be used any more: start a new run with --new (checkpoint.keep says how many "
+            "are kept)",
+            update=missing,
+        )
     if last >= first:
         source = f"the checkpoint of update {base}" if base else "the starting weights"
         parts.waiting(f"redoing updates {first} to {last} from {source}")
     for update in range(first, last + 1):
-        record = state.records.get(update)
-        if record is None:
-            raise RunFailedError(
-                f"update {update} must be redone, but its groups were retired with an older checkpoint: "
-                "no kept checkpoint covers it; restore a checkpoint or start a new run",
-                update=update,
-            )
+        record = state.records[update]
         batch = await _read_for_redo(parts, update, record.places)
         result = await parts.learner.update(update, batch, journal.take_tail())
         _compare(record, result, ready, deviation, state.accept_divergence)

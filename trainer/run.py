@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..statemachine.errors import RunExists, RunUnknown, SurefootError, UserMistake
+from ..statemachine.errors import RunClosed, RunExists, RunUnknown, SurefootError, UserMistake
 from ..statemachine.events import Event
 from ..statemachine.liveness import DriverIdentity, lives
 from ..statemachine.log import EventLog, EventRow, RunHead, chained, take_reason
@@ -142,7 +142,12 @@ class Run(Watched):
                 run._closed_outcome = over
                 yield run
                 return
-            await run._begin(stack, threads, take_over, accept_divergence, listeners, waiting)
+            try:
+                await run._begin(stack, threads, take_over, accept_divergence, listeners, waiting)
+            except RunClosed:  # its driver has just brought it to its end
+                run._closed_outcome = await threads.files(_outcome_if_over, place, prepared, take_over)
+                yield run
+                return
             assert run._task is not None
             try:
                 yield run
@@ -229,6 +234,12 @@ def train(config: ConfigSource, **options: Any) -> Outcome:
 
     Takes what `Run.start` takes. Raises what the run failed with.
     """
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop()
+        raise UserMistake(
+            "train() was called where an event loop is running, as in a notebook or a coroutine: use "
+            "`async with Run.start(...)` there"
+        )
 
     async def whole() -> Outcome:
         async with Run.start(config, **options) as run:
@@ -264,6 +275,7 @@ def _outcome_if_over(place: Place, prepared: Prepared, take_over: bool) -> Outco
             state = fold(chained(log.read(place.run)))
             head = log.head(place.run)
     except RunUnknown:  # killed between the making of its database and its first event
+        place.refuse_another_runs_log()
         return None
     config_changes(place.run, _created(state), prepared)
     if state.closed:

@@ -13,6 +13,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ..statemachine.errors import SurefootError
+from ..statemachine.events import Event
+from ..statemachine.log import EventRow
+from ..statemachine.phases import Phase
+from ..statemachine.state import RunState
 from .config import Config
 from .curve import curve_of, draw_curve
 from .display import Display
@@ -24,39 +29,63 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def drive(config: Config, place: Place, *, take_over: bool, accept_divergence: bool) -> int:
     """Start the run or go on with it; returns the exit code. Raises SurefootError."""
+    driven: list[EventRow] = []
+    curve: str | None = None
     try:
-        outcome = asyncio.run(_drive(config, place, take_over, accept_divergence))
+        outcome = asyncio.run(_drive(config, place, take_over, accept_divergence, driven))
     finally:
-        # A run that failed has a curve as well, as far as it came.
-        curve = _curve(place)
+        if driven:  # a run that failed has a curve as well, as far as it came
+            curve = _curve(place)
+    if not driven and place.curve.is_file():
+        curve = str(place.curve)
     print(f"run {place.run} {outcome.message}")
     if curve is not None:
         print(f"learning curve: {curve}")
     return outcome.exit_code
 
 
-async def _drive(config: Config, place: Place, take_over: bool, accept_divergence: bool) -> Outcome:
+async def _drive(
+    config: Config, place: Place, take_over: bool, accept_divergence: bool, driven: list[EventRow]
+) -> Outcome:
+    """`driven` gets the first row that is written."""
     from .run import Run
 
+    task, started = asyncio.current_task(), False
     words = f"asked to stop: ending within {config.preempt.grace_seconds:g} s; ask again to end at once"
-    with Display(place.run) as display, _asked_to_stop(lambda: display.waiting(words)) as asked:
-        async with Run.start(
-            config,
-            name=place.run,
-            runs_dir=place.runs_dir,
-            db=place.db,
-            take_over=take_over,
-            accept_divergence=accept_divergence,
-            listeners=[display.on_event],
-            waiting=display.waiting,
-        ) as run:
-            outcome = asyncio.ensure_future(run.outcome())
-            stop = asyncio.ensure_future(asked.wait())
-            await asyncio.wait({outcome, stop}, return_when=asyncio.FIRST_COMPLETED)
-            stop.cancel()
-            if not outcome.done():
-                await run.preempt("the process was asked to stop")
-            return await outcome
+
+    def answer() -> None:
+        display.waiting(words)
+        if not started and task is not None:
+            task.cancel()
+
+    def first(row: EventRow, event: Event, state: RunState) -> None:
+        if not driven:
+            driven.append(row)
+
+    with Display(place.run) as display, _asked_to_stop(answer) as asked:
+        try:
+            async with Run.start(
+                config,
+                name=place.run,
+                runs_dir=place.runs_dir,
+                db=place.db,
+                take_over=take_over,
+                accept_divergence=accept_divergence,
+                listeners=[first, display.on_event],
+                waiting=display.waiting,
+            ) as run:
+                started = True
+                outcome = asyncio.ensure_future(run.outcome())
+                stop = asyncio.ensure_future(asked.wait())
+                await asyncio.wait({outcome, stop}, return_when=asyncio.FIRST_COMPLETED)
+                stop.cancel()
+                if not outcome.done():
+                    await run.preempt("the process was asked to stop")
+                return await outcome
+        except asyncio.CancelledError:
+            if started:
+                raise
+            return Outcome(Phase.PREEMPTED, 0, 0, 0, "was asked to stop before it had begun: run it again")
 
 
 @contextmanager
@@ -81,14 +110,17 @@ def _asked_to_stop(answer: Callable[[], None] = lambda: None) -> Iterator[asynci
 
 
 def _curve(place: Place) -> str | None:
-    """Draw the curve; its path, or None while no update is in the log and there is nothing to see."""
-    if not place.exists():
+    """Draw the curve; its path, or None while no update is in the log and there is nothing to see.
+
+    A picture that cannot be drawn changes nothing about how the run has ended.
+    """
+    try:
+        with place.reading() as log:
+            rows = list(log.read(place.run))
+        return str(draw_curve(rows, place.curve)) if curve_of(rows).updates else None
+    except (OSError, SurefootError) as error:
+        print(f"surefoot: the learning curve could not be drawn: {error}", file=sys.stderr)
         return None
-    with place.reading() as log:
-        rows = list(log.read(place.run))
-    if not curve_of(rows).updates:
-        return None
-    return str(draw_curve(rows, place.curve))
 
 
 @contextmanager
