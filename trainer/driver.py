@@ -17,6 +17,7 @@ The stop order, always the same:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from typing import Any
 
@@ -164,8 +165,9 @@ class Driver:
 
     async def _learner_lost(self, error: LearnerGone) -> None:
         self._learner_holds = -1
-        self._keeper.abandon()
         await self._parts.learner.close()
+        with contextlib.suppress(LearnerGone):
+            await self._keeper.settle()  # files that were written count; what deletes old ones ends
         self._tries += 1
         await self._journal.append(
             ev.LearnerLost(learner_try=self._journal.state.learner_try, because=str(error))

@@ -60,9 +60,9 @@ async def redo(parts: Parts, keeper: Keeper, ready: LearnerReady, served: Publis
     missing = next((update for update in range(first, last + 1) if update not in state.records), None)
     if missing is not None:
         raise RunFailedError(
-            f"update {missing} must be redone, and its groups were deleted once every kept checkpoint covered "
-            "it; none of those can be used any more: start a new run with --new (checkpoint.keep says how many "
-            "are kept)",
+            f"update {missing} must be redone, but its groups were deleted once every kept checkpoint "
+            "covered it, and none of those can be used any more: start a new run with --new (with a larger "
+            "checkpoint.keep more of them have to be lost)",
             update=missing,
         )
     if last >= first:

@@ -266,7 +266,7 @@ def test_no_checkpoint_left_where_groups_were_retired_is_refused_with_the_update
     crash_at(world, "update.committed", 8)
     for committed in world.state().checkpoints.values():
         shutil.rmtree(world.place.folder / "checkpoints" / committed.path)
-    with pytest.raises(RunFailedError, match=r"update \d must be redone, but its groups were retired"):
+    with pytest.raises(RunFailedError, match=r"update 1 must be redone, but its groups were deleted"):
         world.run()
     assert [event.update for event in world.events("CheckpointLost")] == [6, 3]
     assert world.state().updates == 8
