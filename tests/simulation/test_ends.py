@@ -96,7 +96,7 @@ def test_a_learner_lost_at_any_call_leaves_no_file_behind() -> None:
         world.hands.hold(0.7)
         world.learner._alive = False
 
-    for world, outcome in lives_hit_at_each_call(lose, **EVERY_UPDATE):
+    for world, outcome in lives_hit_at_each_call(lose, checkpoint={"every_updates": 1, "keep": 1}):
         assert getattr(outcome, "exit_code", outcome) == 0
         assert broken(world) == []
         kept = {checkpoint.path for checkpoint in world.state().checkpoints.values()}
@@ -146,6 +146,13 @@ def test_a_checkpoint_at_a_stop_is_of_the_moment_whatever_is_committed_meanwhile
 
     async def life() -> Any:
         driver = world.new_driver()
+        save = world.learner.save
+
+        async def slow(*given: Any) -> None:
+            await asyncio.sleep(0.5)
+            await save(*given)
+
+        world.learner.save = slow  # type: ignore[method-assign]
 
         def watcher(place: str) -> None:
             nonlocal asked
