@@ -24,6 +24,7 @@ class Hands:
         self.dead = False
         self.calls = 0  # blocking calls begun
         self.on_call: Callable[[int], None] | None = None
+        self.takes: Callable[[], float] = lambda: 0.0  # seconds of the next blocking call
         self._free_at = 0.0  # by the loop's clock
 
     def touch(self) -> None:
@@ -44,7 +45,7 @@ class Hands:
         self.calls += 1
         if self.on_call is not None:
             self.on_call(self.calls)
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.takes())
         loop = asyncio.get_running_loop()
         while (seconds := self._free_at - loop.time()) > 0:  # noqa: ASYNC110 - it may be held again
             await asyncio.sleep(seconds)

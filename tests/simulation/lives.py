@@ -108,6 +108,7 @@ def draw(seed: int) -> History:
         learner_dies=rng.choice([0, 0, 0, 0.01]),
         slow_group=rng.choice([0, 0.1]),
         no_spread=frozenset(i for i in range(data_len * epochs) if drop and rng.random() < 0.3),
+        call_seconds=rng.choice([0.0, 0.0, 0.001, 0.05, 0.7]),
     )
     lives: list[Life] = []
     for _ in range(rng.randint(0, MAX_LIVES - 1)):

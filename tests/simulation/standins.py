@@ -65,6 +65,7 @@ class Faults:
     answer_repeats: float = 0.0
     learner_dies: float = 0.0
     slow_group: float = 0.0
+    call_seconds: float = 0.0  # that a call of the log or of a file may take
     once: list[str] = field(default_factory=list)  # for the next answers: "lost", "raises" or "repeated"
     raises_on: frozenset[int] = frozenset()  # prompt indices whose work always raises
     no_spread: frozenset[int] = frozenset()  # prompt indices whose rewards are all equal

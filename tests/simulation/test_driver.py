@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from surefoot.statemachine.errors import RunFailedError
+from surefoot.statemachine.errors import RunClosed, RunFailedError
 from surefoot.statemachine.phases import Phase
 from surefoot.statemachine.state import RunState
 from surefoot.trainer.display import Progress, line_of
@@ -36,9 +36,9 @@ def test_a_run_that_ended_appends_nothing_and_cannot_be_taken_over() -> None:
     world = World()
     world.run()
     rows = world.rows()
-    with pytest.raises(Exception, match=r"Completed"):
+    with pytest.raises(RunClosed, match=r"RunCompleted"):
         world.run()
-    assert [r.type for r in rows][-1] == "RunCompleted"
+    assert world.rows() == rows and rows[-1].type == "RunCompleted"
 
 
 def test_a_reward_that_raises_for_good_fails_the_run_when_its_batch_comes_up() -> None:

@@ -196,6 +196,8 @@ class World:
         disk. The tasks that are started from here on belong to the new driver."""
         head = head or self.claim(**options)
         self.hands = Hands()
+        if self.faults.call_seconds:
+            self.hands.takes = lambda: self.random.uniform(0.0, self.faults.call_seconds)
         HANDS.set(self.hands)
         self.pool, self.learner = StandInPool(self), self.new_learner()
         journal = Journal(
