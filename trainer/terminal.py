@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ..statemachine.errors import SurefootError
 from ..statemachine.events import Event
@@ -38,9 +38,10 @@ def drive(config: Config, place: Place, *, take_over: bool, accept_divergence: b
             curve = _curve(place)
     if not driven and place.curve.is_file():
         curve = str(place.curve)
-    print(f"run {place.run} {outcome.message}")
-    if curve is not None:
-        print(f"learning curve: {curve}")
+    with suppress(BrokenPipeError):  # how the run ended stands, whoever hears of it
+        print(f"run {place.run} {outcome.message}")
+        if curve is not None:
+            print(f"learning curve: {curve}")
     return outcome.exit_code
 
 

@@ -18,6 +18,8 @@ from surefoot.statemachine.audit import audit
 from surefoot.statemachine.crashpoints import watched
 from surefoot.statemachine.errors import LogBroken, LogUnavailable, RunFailedError, UserMistake
 from surefoot.statemachine.phases import Phase
+from surefoot.trainer.places import Place
+from surefoot.trainer.run import _outcome_if_over
 
 from .fileworld import SHARD, FileWorld
 from .world import World, crash_at, ledger, small_config, trained
@@ -325,3 +327,12 @@ def test_stand_in_files_and_real_ones_give_one_ledger(untouched: list[object]) -
     other = World(CONFIG, 16)
     other.run()
     assert [entry[:2] for entry in ledger(other)] == [entry[:2] for entry in untouched]  # type: ignore[index]
+
+
+def test_a_copied_runs_folder_is_refused_by_the_name_of_its_log(tmp_path: Path) -> None:
+    world = FileWorld(tmp_path, CONFIG)
+    crash_at(world, "update.committed", 3)
+    shutil.copytree(world.place.folder, world.place.folder.with_name("copy"))
+    place = Place("copy", world.place.runs_dir)
+    with pytest.raises(UserMistake, match="holds the log of run 'sim', not of 'copy'"):
+        _outcome_if_over(place, world.prepared, take_over=False)

@@ -269,3 +269,17 @@ def test_an_evaluation_that_a_kill_took_is_done_again_first() -> None:
     crash_at(world, "evaluate.before", 2)
     world.run()
     assert [e.update for e in world.events("EvaluationDone")] == [0, 3, 6, 8]
+
+
+def test_the_first_checkpoint_damaged_costs_time_and_not_the_run() -> None:
+    """While there are fewer checkpoints than are to be kept, the starting weights stand in for one."""
+    world = World(small_config(checkpoint={"every_updates": 3, "keep": 2}), data_len=16)
+    crash_at(world, "update.committed", 5)
+    ((path, saved),) = world.disk.checkpoints.items()
+    assert world.state().covered_update() == 3, "it is the only one"
+    world.disk.checkpoints[path] = {**saved, "weights": "spoiled"}
+    assert world.run().exit_code == 0
+    (redone,) = world.events("UpdatesRedone")
+    assert (redone.checkpoint_update, redone.first_update, redone.last_update) == (0, 1, 5)
+    assert world.events("CheckpointLost")[0].update == 3
+    assert trained(world) == list(range(16))

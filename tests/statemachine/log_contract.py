@@ -12,17 +12,18 @@ import pytest
 from surefoot.statemachine.errors import (
     FencedOut,
     LogBroken,
+    RunClosed,
     RunExists,
     RunInUse,
     RunUnknown,
     SurefootError,
     WrongSeq,
 )
-from surefoot.statemachine.events import IncarnationBegan, RunFailed, TakeReason
+from surefoot.statemachine.events import IncarnationBegan, RunCompleted, RunFailed, RunStopped, TakeReason
 from surefoot.statemachine.liveness import DriverIdentity
 from surefoot.statemachine.log import GENESIS_HASH, EventLog, follow, verify_chain
 
-from .logs import ELSEWHERE, FIRST, HERE, append, note, rows_after, texts
+from .logs import ELSEWHERE, FIRST, HERE, append, ending, note, rows_after, texts
 
 
 class LogContract:
@@ -215,6 +216,21 @@ class LogContract:
         assert texts(list(log.read("a"))) == ["in time"]
 
     # taking over
+
+    @pytest.mark.parametrize("ask", [False, True])
+    @pytest.mark.parametrize("kind", [RunCompleted, RunStopped])
+    def test_a_run_that_is_over_is_taken_over_by_nobody(
+        self, log: EventLog, kind: type[RunCompleted] | type[RunStopped], ask: bool
+    ) -> None:
+        log.create("a", FIRST, HERE)
+        append(log, "a", note(), ending(kind))
+        before = list(log.read("a"))
+        for released in (False, True):
+            if released:
+                log.release("a", 1)
+            with pytest.raises(RunClosed, match=f"'a' is over.*{kind.__name__}"):
+                self.again(log).take_over("a", ELSEWHERE, ask=ask)
+        assert list(log.read("a")) == before and log.head("a").incarnation == 1
 
     def test_a_take_over_raises_the_incarnation_and_says_so_in_the_log(self, log: EventLog) -> None:
         log.create("a", FIRST, HERE)

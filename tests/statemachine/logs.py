@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from surefoot.statemachine.events import Event, LearnerLost, RunCreated
+from surefoot.statemachine.events import Event, LearnerLost, RunCompleted, RunCreated, RunStopped
 from surefoot.statemachine.liveness import DriverIdentity
 from surefoot.statemachine.log import EventLog, EventRow, RunHead, build_rows, utc_now
 
@@ -24,6 +24,21 @@ ELSEWHERE = DriverIdentity("another-host.invalid", 4242, "some-boot/pid:[1]/99")
 def note(text: str = "nothing", number: int = 1) -> Event:
     """Some event that says no more than its text."""
     return LearnerLost(learner_try=number, because=text)
+
+
+def ending(kind: type[RunCompleted] | type[RunStopped]) -> Event:
+    """An event with which a run is over for good."""
+    if kind is RunCompleted:
+        return RunCompleted(updates=1, optimizer_steps=1, policy_version=1, weights_digest="x")
+    return RunStopped(
+        updates=1,
+        optimizer_steps=1,
+        policy_version=1,
+        weights_digest="x",
+        updates_short=1,
+        optimizer_steps_short=1,
+        because="no prompt is left",
+    )
 
 
 def rows_after(head: RunHead, *events: Event, time: str | None = None) -> list[EventRow]:

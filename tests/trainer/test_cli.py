@@ -437,6 +437,21 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert done.stderr == "" and done.stdout == '{"seq":1,:0\n'
 
 
+def test_the_exit_code_is_the_commands_though_nobody_reads_its_output(tmp_path: Path) -> None:
+    # What is printed fits the buffer, so that it fails only when it is flushed, once the command is done.
+    told(Story().began(), tmp_path)
+    code = "import surefoot.trainer.cli as c; import sys; c.FAILED = 7; sys.exit(c.main())"
+    with sqlite3.connect(tmp_path / "a" / "log.db") as log:
+        log.execute("UPDATE runs SET head_hash = 'x'")
+    command = f"{sys.executable} -c '{code}' audit a --runs-dir {tmp_path} | true"
+    command += "; echo ${PIPESTATUS[0]}"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert done.stderr == "" and done.stdout == "7\n"
+
+
 # -- samples --------------------------------------------------------------------------------------------
 
 
