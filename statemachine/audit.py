@@ -278,7 +278,7 @@ class _Auditor:
             if budget
             else "none yet",
             "incarnations": f"{facts.incarnation} began",
-            "admission": f"{groups.drawn} prompts drawn, at most {groups.most_in_window} groups at once",
+            "admission": f"{groups.drawn} prompts drawn, at most {groups.most_in_window} in the window",
             "fates": ", ".join(f"{number} {fate}" for fate, number in fates.items()),
             "attempts": f"{groups.reissued} issued again, {groups.refused} late answers refused",
             "batches": updates,

@@ -158,7 +158,7 @@ def _updates_total(inputs: BudgetInputs, prompts_total: int, lines: list[str]) -
             _refuse(
                 f"prompts_total is {prompts_total} and batch.prompts is {batch_prompts}",
                 "a run needs prompts for one whole batch",
-                "add data or epochs, raise data.max_prompts, lower batch.prompts, or train the tail",
+                "add data or epochs, raise data.max_prompts, lower batch.prompts, or batch.tail = 'train'",
                 prompts_total=prompts_total,
                 batch_prompts=batch_prompts,
             )

@@ -118,8 +118,9 @@ class RewardOptions(Section):
     function: Annotated[str | None, AfterValidator(_function_name)] = Field(
         default=None,
         description="`package.module:function` called with (row, text, ids), sync or async, giving a number "
-        "or a dict of named parts whose sum is the reward; unset: the task's own scorer, or for files an "
-        "exact match of the extracted answer.",
+        "or a dict of named parts whose sum is the reward; imported from where the command runs, its folder "
+        "included; `row` is the row's columns, `ids` the sampled tokens; unset: the task's own scorer, or for "
+        "files an exact match of the extracted answer.",
     )
     timeout_seconds: float = Field(
         default=30.0,
@@ -352,7 +353,8 @@ class MetricsOptions(Section):
     """Where metrics go; they are a projection of the log and can be made again from it."""
 
     jsonl: bool = Field(
-        default=True, description="Write metrics.jsonl into the run's folder, one row an update."
+        default=True,
+        description="Write metrics.jsonl into the run's folder: a row an update, and a row an evaluation.",
     )
     tensorboard: bool | None = Field(
         default=None, description="Write TensorBoard files; unset: if it is installed."

@@ -202,9 +202,9 @@ def row_line(row: EventRow, width: int) -> str:
 
 def _brief(value: Any) -> str:
     if isinstance(value, list) and (len(value) > 4 or any(isinstance(one, dict) for one in value)):
-        return f"[{len(value)}]"
-    if isinstance(value, dict):
-        return f"{{{len(value)}}}"
+        return f"<{len(value)} items>"
+    if isinstance(value, dict) and (len(value) > 2 or any(isinstance(one, dict) for one in value.values())):
+        return f"<{len(value)} keys>"
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
