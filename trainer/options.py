@@ -119,8 +119,8 @@ class RewardOptions(Section):
         default=None,
         description="`package.module:function` called with (row, text, ids), sync or async, giving a number "
         "or a dict of named parts whose sum is the reward; imported from where the command runs, its folder "
-        "included; `row` is the row's columns, `ids` the sampled tokens; unset: the task's own scorer, or for "
-        "files an exact match of the extracted answer.",
+        "included; `row` is the row's columns, `ids` the sampled tokens; unset: the task's own scorer, or "
+        "for files an exact match of the extracted answer.",
     )
     timeout_seconds: float = Field(
         default=30.0,
