@@ -60,13 +60,16 @@ class TakeReason(StrEnum):
     ASKED = "asked"  # the user asked for it
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all events. `schema` is the version of the payload's form."""
+class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """Base of all events. `schema` is the version of the payload's form.
+
+    Values hold no cycles, so the collector need not look at the millions of them in a long log (`gc=False`).
+    """
 
     schema: ClassVar[int] = 1
 
 
-class Issue(msgspec.Struct, frozen=True, array_like=True):
+class Issue(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One group handed to a worker: which attempt, and the version it was admitted at."""
 
     prompt_index: int
@@ -74,7 +77,7 @@ class Issue(msgspec.Struct, frozen=True, array_like=True):
     admission_version: int
 
 
-class StoredGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StoredGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One group within a stored file; the lists have one entry per sample."""
 
     prompt_index: int
@@ -89,7 +92,7 @@ class StoredGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     newest_versions: list[int]
 
 
-class OptimizerStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OptimizerStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One optimizer step, applied or skipped."""
 
     optimizer_step: int  # from 0: the schedule's clock

@@ -56,7 +56,7 @@ SILENT_AFTER_SECONDS = 30.0
 """A driver that cannot be looked at counts as dead once its heartbeat is this old."""
 
 
-class EventRow(msgspec.Struct, frozen=True, array_like=True):
+class EventRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One row of the log, as it is stored."""
 
     run_id: str

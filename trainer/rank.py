@@ -272,7 +272,10 @@ class LearnerRank:
         """Each parameter gathered, one at a time, in order of name."""
         with torch.no_grad():
             for name, parameter in sorted(self._policy.named_weights()):
-                whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                if isinstance(parameter, DTensor):  # one rank holds all of it: no copy then
+                    whole = parameter.to_local() if self._group.ranks == 1 else parameter.full_tensor()
+                else:
+                    whole = parameter
                 yield name, raw(whole)
 
     def _weights_digest(self) -> str:
@@ -298,13 +301,14 @@ class LearnerRank:
         if self._snapshot is not None:
             self._snapshot[1]()  # written, or its memory may not be used again
         checkpoints = Checkpoints(storage)
+        digest = self._weights_digest()  # before the writing begins, which would take turns with it
         wait = begin_snapshot(checkpoints, path, self._tensors(), self._group.for_files, self._stager)
         self._snapshot = (path, wait)
         total = self._state.total
         return SnapshotBegun(
             update=self._update,
             optimizer_steps=self._update * total.minibatches * total.passes,
-            weights_digest=self._weights_digest(),
+            weights_digest=digest,
         )
 
     def finish_save(self, storage: str, path: str) -> list[ManifestFile]:
