@@ -51,12 +51,12 @@ async def _drive(
     """`driven` gets the first row that is written."""
     from .run import Run
 
-    task, started = asyncio.current_task(), False
+    task, driving = asyncio.current_task(), list[Run]()
     words = f"asked to stop: ending within {config.preempt.grace_seconds:g} s; ask again to end at once"
 
     def answer() -> None:
         display.waiting(words)
-        if not started and task is not None:
+        if not driving and task is not None:
             task.cancel()
 
     def first(row: EventRow, event: Event, state: RunState) -> None:
@@ -75,7 +75,7 @@ async def _drive(
                 listeners=[first, display.on_event],
                 waiting=display.waiting,
             ) as run:
-                started = True
+                driving.append(run)
                 outcome = asyncio.ensure_future(run.outcome())
                 stop = asyncio.ensure_future(asked.wait())
                 await asyncio.wait({outcome, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -84,8 +84,10 @@ async def _drive(
                     await run.preempt("the process was asked to stop")
                 return await outcome
         except asyncio.CancelledError:
-            if started:
+            if not asked.is_set():
                 raise
+            if driving:  # the signal came as the start ended: leaving has stopped the run in order
+                return await driving[0].outcome()
             return Outcome(Phase.PREEMPTED, 0, 0, 0, "was asked to stop before it had begun: run it again")
 
 

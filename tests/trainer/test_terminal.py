@@ -30,6 +30,7 @@ class StandIn:
     ends: Phase | None = Phase.COMPLETED
     fails = False
     signals = 0
+    hangs = False  # its start, as that of a Ray that does not answer
     preempted: list[str]
 
     def __init__(self) -> None:
@@ -40,6 +41,9 @@ class StandIn:
     async def start(cls, config: Any, **options: Any) -> AsyncIterator[StandIn]:
         run = cls()
         cls.preempted = []
+        if cls.hangs:
+            asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
         for row in Story().began().updated().rows:
             for listener in options["listeners"]:
                 listener(row, row.event(), Story().began().state)
@@ -137,3 +141,22 @@ def test_a_run_that_fails_has_its_curve_too(place: Place, monkeypatch: pytest.Mo
     with pytest.raises(RunFailedError):
         driven(place)
     assert (place.folder / "curve.png").exists()
+
+
+def test_a_signal_while_the_run_is_being_started_is_obeyed_at_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(StandIn, "hangs", True)
+    assert driven(place) == 75
+    assert "before it had begun: run it again" in capsys.readouterr().out
+
+
+def test_a_curve_that_cannot_be_drawn_changes_no_exit_code(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("surefoot.trainer.terminal.draw_curve", full)
+    assert driven(place) == 0
+    assert "the learning curve could not be drawn: [Errno 28]" in capsys.readouterr().err
