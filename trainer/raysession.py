@@ -166,6 +166,13 @@ class RaySession:
         )
 
 
+def kill_started() -> None:
+    """Kill every process of the Ray that this process has started: it is about to end, and cannot wait."""
+    host = _Host.current
+    if host is not None:
+        kill(host._processes())
+
+
 async def _to_the_end(future: asyncio.Future[Any], seconds: float) -> bool:
     """Wait for `future` whether or not the task is cancelled meanwhile; cancellation is raised afterwards."""
     deadline = asyncio.get_running_loop().time() + seconds

@@ -23,6 +23,7 @@ from .curve import curve_of, draw_curve
 from .display import Display
 from .outcome import Outcome
 from .places import Place
+from .raysession import kill_started
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -98,6 +99,7 @@ def _asked_to_stop(answer: Callable[[], None] = lambda: None) -> Iterator[asynci
 
     def on_signal(number: signal.Signals) -> None:
         if asked.is_set():
+            kill_started()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         asked.set()
