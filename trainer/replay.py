@@ -14,7 +14,7 @@ from typing import Any
 from ..rollout.protocols import Group, GroupStore, StoredFile
 from ..statemachine import events as ev
 from ..statemachine.errors import CheckpointUnusable, GroupUnusable, LogBroken, RunFailedError, UserMistake
-from ..statemachine.log import EventRow
+from ..statemachine.log import EventRow, chained
 from ..statemachine.phases import Phase
 from ..statemachine.state import RunState
 from .comparing import Deviation, compare_steps
@@ -263,7 +263,7 @@ async def replay_run(
     progress: Progress,
 ) -> Replay:
     """Replay a log on Ray ranks, here or in the run's cluster. `storage`: see Place.storage_url."""
-    recording = Recording.of(rows)
+    recording = Recording.of(chained(rows))
     recording.base(from_update)  # refused before Ray is started
     from ..rollout.store import FsspecGroupStore
     from .assembly import ray_session

@@ -137,15 +137,13 @@ class Run(Watched):
             place = await threads.files(_place, config, name, Path(runs_dir), db, new)
             run = cls(place, prepared)
             stack.callback(run.close)
-            over = await threads.files(_outcome_if_over, place, prepared, take_over)
-            if over is not None:
-                run._closed_outcome = over
-                yield run
-                return
-            try:
-                await run._begin(stack, threads, take_over, accept_divergence, listeners, waiting)
-            except RunClosed:  # its driver has just brought it to its end
-                run._closed_outcome = await threads.files(_outcome_if_over, place, prepared, take_over)
+            run._closed_outcome = await threads.files(_outcome_if_over, place, prepared, take_over)
+            if run._closed_outcome is None:
+                try:
+                    await run._begin(stack, threads, take_over, accept_divergence, listeners, waiting)
+                except RunClosed:  # its driver has just brought it to its end
+                    run._closed_outcome = await threads.files(_outcome_if_over, place, prepared, take_over)
+            if run._closed_outcome is not None:
                 yield run
                 return
             assert run._task is not None

@@ -3,6 +3,7 @@ that is not the run's is refused before anything is changed."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.statemachine.errors import ConfigChanged
+from surefoot.statemachine.errors import ConfigChanged, RunClosed, UserMistake
 from surefoot.statemachine.log import verify_chain
 from surefoot.statemachine.sqllog import open_log
+from surefoot.trainer.outcome import Outcome
 from surefoot.trainer.plan import first_event
+from surefoot.trainer.run import Run, _outcome_if_over, train
 from tests.simulation.fileworld import FileWorld, prepared
 from tests.simulation.world import crash_at, small_config, trained
 from tests.statemachine.logs import ROOT, dead_driver
@@ -153,3 +156,31 @@ def test_a_change_of_workers_and_logging_is_accepted_and_recorded(tmp_path: Path
     assert began.config_changes == {"rollout.workers": [2, 5], "metrics.jsonl": [True, False]}
     assert trained(changed) == list(range(16)) and changed.state().optimizer_steps == 8
     changed.log.close()
+
+
+def test_a_run_that_ends_while_ray_starts_is_told_of_as_any_that_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = FileWorld(tmp_path)
+    assert world.run().exit_code == 0
+    over = _outcome_if_over(world.place, world.prepared, take_over=False)
+    looks = iter([None, over])  # before Ray is up, and once the claim was refused
+    monkeypatch.setattr("surefoot.trainer.run._prepare", lambda *_: world.prepared)
+    monkeypatch.setattr("surefoot.trainer.run._outcome_if_over", lambda *_: next(looks))
+
+    async def refused(*_: object) -> None:
+        raise RunClosed("run 'sim' is over", run="sim", ending="RunCompleted")
+
+    monkeypatch.setattr(Run, "_begin", refused)
+
+    async def started() -> Outcome:
+        async with Run.start({}, name="sim", runs_dir=tmp_path) as run:
+            assert not run.driven
+            return await run.outcome()
+
+    assert asyncio.run(started()).message.startswith("already completed")
+
+
+async def test_train_inside_an_event_loop_is_refused_with_what_to_use_there() -> None:
+    with pytest.raises(UserMistake, match=r"async with Run\.start"):
+        train({})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
 from surefoot.statemachine.crashpoints import watched
-from surefoot.statemachine.errors import RunFailedError, UserMistake
-from surefoot.trainer.replay import Recording, Replay, replay
+from surefoot.statemachine.errors import LogBroken, RunFailedError, UserMistake
+from surefoot.trainer.replay import Recording, Replay, replay, replay_run
 from tests.simulation.virtual import run_virtually
 from tests.simulation.world import Crashed, StandInLearner, StandInStore, World, small_config
 
@@ -157,3 +159,10 @@ def test_a_log_without_updates_has_nothing_to_replay() -> None:
     world.claim()
     with pytest.raises(UserMistake, match="no update yet"):
         Recording.of(world.rows()).base(None)
+
+
+def test_a_log_that_was_edited_is_refused_before_anything_is_started() -> None:
+    rows = finished(groups=KEEP_ALL).rows()
+    rows[9] = msgspec.structs.replace(rows[9], time="2027-01-01T00:00:00+00:00")  # the fold would not mind
+    with pytest.raises(LogBroken, match="event 10 "):
+        asyncio.run(replay_run(rows, lambda config: "", None, lambda *told: None))
