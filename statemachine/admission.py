@@ -8,6 +8,9 @@ again at the current version.
 
 from __future__ import annotations
 
+from collections.abc import Set
+from itertools import islice
+
 import msgspec
 
 from .budget import batch_size_of
@@ -74,6 +77,20 @@ def next_batch(state: RunState, max_attempts: int) -> Batch | Waiting | Blocked 
             return Blocked(group.prompt_index, group.failures, group.last_error)
     missing = [group.prompt_index for group in chosen if group.stored is None]
     return Waiting(missing) if missing else Batch(state.updates + 1, chosen)
+
+
+def completes_batch(state: RunState, arrived: Set[int]) -> bool:
+    """Whether these prompts' answers are the last that the batch after the one begun, if any, waits for."""
+    size = batch_size_of(
+        state.total, min(state.updates + 1 + (state.batch is not None), state.total.updates_total)
+    )
+    begun = {index for index, _ in state.batch.groups} if state.batch is not None else set[int]()
+    free = (group for group in state.live.values() if group.prompt_index not in begun)
+    if state.config["sync"]["on_stale"] == "reissue":
+        stored = sum(group.stored is not None for group in free)
+        return stored < size <= stored + len(arrived)
+    missing = {group.prompt_index for group in islice(free, size) if group.stored is None}
+    return bool(missing) and missing <= arrived
 
 
 def is_spent(group: LiveGroup, max_attempts: int) -> bool:

@@ -6,6 +6,7 @@ cannot write to it; a committed transaction has reached the disk; no wait for a 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sqlite3
@@ -32,6 +33,9 @@ SQLITE_READONLY_ROLLBACK = sqlite3.SQLITE_READONLY_ROLLBACK
 # process has written in between; so every writing one takes its lock as it begins.
 _IMMEDIATE = "BEGIN IMMEDIATE"
 
+# The write-ahead log is folded into the file once it has a thousand pages of 4 KiB, and then begins again.
+# A commit that makes it longer takes the filesystem's journal as well: half as long again.
+_WAL_BYTES = 1000 * 4096
 _JOURNAL_SIZE_LIMIT = 64 << 20  # bytes; what is left of the write-ahead log after a checkpoint
 
 
@@ -156,6 +160,7 @@ def _connect_writer(path: Path, journal: str) -> sqlite3.Connection:
         if _set_journal_mode(connection, journal) == "wal":
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute(f"PRAGMA journal_size_limit = {_JOURNAL_SIZE_LIMIT}")
+            _lengthen_wal(connection, path)
         else:
             if journal == "WAL":
                 _require_locks(path, "memory-sharing-less")  # one that did not give itself away
@@ -167,6 +172,22 @@ def _connect_writer(path: Path, journal: str) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _lengthen_wal(connection: sqlite3.Connection, path: Path) -> None:
+    """Have the write-ahead log as long as it is going to be, by a transaction too large for memory that is
+    taken back. For speed alone: where it cannot be, commits do it one by one."""
+    with contextlib.suppress(OSError):
+        if path.with_name(path.name + "-wal").stat().st_size >= _WAL_BYTES:
+            return
+    cached = connection.execute("PRAGMA cache_size").fetchone()[0]
+    connection.execute("PRAGMA cache_size = 10")
+    with contextlib.suppress(sqlite3.OperationalError):  # another process is at it, or the disk is full
+        connection.execute(_IMMEDIATE)
+        connection.execute("CREATE TABLE too_large AS SELECT zeroblob(?) AS filler", (_WAL_BYTES + 100_000,))
+    if connection.in_transaction:
+        connection.rollback()
+    connection.execute(f"PRAGMA cache_size = {cached}")
 
 
 def _set_journal_mode(connection: sqlite3.Connection, journal: str) -> str:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 from ..rollout.packing import unpack_i32
 from ..rollout.protocols import Answer, Group, GroupDone, GroupFailed, StoredFile, WorkerLost
-from ..statemachine.admission import admissions, reissues
+from ..statemachine.admission import admissions, completes_batch, reissues
 from ..statemachine.crashpoints import crashpoint
 from ..statemachine.events import (
     AnswerRefused,
@@ -36,8 +35,10 @@ from ..statemachine.state import LiveGroup, RunState
 from .parts import Parts
 from .tasks import cancel
 
-MOMENT_SECONDS = 0.02
-"""How long answers are gathered while the learner is busy."""
+HELD_SECONDS = 0.25
+"""How long answers wait for more of them at the longest: what a kill makes the workers answer again."""
+MOMENT_SECONDS = 0.05
+"""The same where slots are free for other groups, while the learner is busy."""
 
 
 class Feeder:
@@ -62,34 +63,51 @@ class Feeder:
             await self._kick.wait()
 
     async def answer_forever(self) -> None:
-        """Take answers as they come; those of one moment share a file and a transaction.
-
-        While the learner is at work nobody waits for the next group, so a moment may be a little longer.
-        """
+        """Take answers as they come; those that nobody waits for share a file and a transaction."""
+        loop = asyncio.get_running_loop()
         arrived: list[Answer] = []
+        since = 0.0  # when the first of them did
         some = asyncio.Event()
 
         async def collect() -> None:
+            nonlocal since
             while True:
-                arrived.extend(await self._parts.pool.answers())
+                answers = await self._parts.pool.answers()
+                since = since if arrived else loop.time()
+                arrived.extend(answers)
                 some.set()
 
         collecting = asyncio.ensure_future(collect())
-        waiting: asyncio.Task[Any] | None = None
+        waiting = asyncio.ensure_future(some.wait())
         try:
             while True:
-                waiting = asyncio.ensure_future(some.wait())
-                await asyncio.wait({waiting, collecting}, return_when=asyncio.FIRST_COMPLETED)
+                held = since + self._hold_seconds(arrived) - loop.time() if arrived else None
+                if held is not None and held <= 0.0:
+                    answers, arrived[:] = arrived[:], []
+                    await self._receive(answers)
+                    self.kick()
+                    continue
+                await asyncio.wait({waiting, collecting}, timeout=held, return_when=asyncio.FIRST_COMPLETED)
                 if collecting.done():
                     collecting.result()
-                if self._parts.journal.state.phase is not Phase.ROLLOUT:
-                    await asyncio.sleep(MOMENT_SECONDS)
-                some.clear()
-                answers, arrived[:] = arrived[:], []
-                await self._receive(answers)
-                self.kick()
+                if waiting.done():
+                    if not arrived:  # a worker has come back
+                        self.kick()
+                    some.clear()
+                    waiting = asyncio.ensure_future(some.wait())
         finally:
             await cancel(collecting, waiting)
+
+    def _hold_seconds(self, arrived: Sequence[Answer]) -> float:
+        """How long what has arrived may wait for more: not at all where a batch or a lost attempt does."""
+        state, config = self._parts.journal.state, self._parts.config
+        done = {answer.group.prompt_index for answer in arrived if isinstance(answer, GroupDone)}
+        if len(done) < len(arrived) or completes_batch(state, done):
+            return 0.0
+        slots = 0 if self.paused else self._parts.pool.free_slots() - self._promised
+        if slots > 0 and (state.room() or reissues(state, slots, config.rollout.max_attempts)):
+            return 0.0 if state.phase is Phase.ROLLOUT else MOMENT_SECONDS
+        return HELD_SECONDS
 
     async def _admit(self) -> None:
         issued: list[Issue] = []

@@ -9,6 +9,7 @@ import pytest
 from surefoot.statemachine.errors import RunClosed, RunFailedError
 from surefoot.statemachine.phases import Phase
 from surefoot.statemachine.state import RunState
+from surefoot.trainer import feeder
 from surefoot.trainer.display import Progress, line_of
 from surefoot.trainer.metrics import metrics_rows
 
@@ -110,6 +111,33 @@ def test_a_late_answer_is_refused_and_recorded() -> None:
     assert outcome.exit_code == 0
     assert sorted(trained(world)) == list(range(16))
     assert len(world.events("AnswerRefused")) >= 1
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "reissue"])
+def test_answers_that_nobody_waits_for_hold_up_nothing(
+    on_stale: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be held for ever: batches, lost attempts and rejected groups still get theirs at once."""
+    monkeypatch.setattr(feeder, "HELD_SECONDS", 1e9)
+    world = World(
+        small_config(
+            batch={"prompts": 3},
+            algorithm={"drop_no_spread": True},
+            sync={"on_stale": on_stale, "max_staleness": 2},
+            rollout={"max_attempts": 40},
+        ),
+        data_len=40,
+        faults=Faults(no_spread=frozenset(range(0, 40, 9)), worker_dies=0.1, work_raises=0.1),
+    )
+    assert world.run().phase is Phase.STOPPED  # 35 of 40 groups have a signal: 11 batches of 13
+    assert world.state().updates == 11
+
+
+def test_the_groups_of_a_batch_share_a_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeder, "HELD_SECONDS", 1e9)
+    world = World(small_config(batch={"prompts": 4}, sync={"max_staleness": 0}), data_len=16)
+    world.run()
+    assert [len(event.groups) for event in world.events("GroupsStored")] == [4, 4, 4, 4]
 
 
 def test_bound_zero_is_on_policy() -> None:

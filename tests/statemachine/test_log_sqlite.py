@@ -210,11 +210,12 @@ def test_a_full_disk_stops_the_append_and_leaves_the_log_whole(log: SqlLog) -> N
 def test_a_disk_that_takes_no_more_bytes_stops_the_append_and_leaves_the_log_whole(
     log: SqlLog, sqlite_url: str
 ) -> None:
-    """As the operating system sees it: the write-ahead log may not grow."""
+    """As the operating system sees it: nothing may lie further back in the write-ahead log."""
     log.create("a", FIRST, HERE)
-    wal = path_of(sqlite_url + "-wal")
+    _, frames, _ = run_sql(sqlite_url, "PRAGMA wal_checkpoint(PASSIVE)")[0]
+    assert isinstance(frames, int)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (wal.stat().st_size + 30_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (32 + frames * (24 + 4096) + 30_000, hard))
     try:
         kept = 0
         with pytest.raises(LogUnavailable):
@@ -230,6 +231,24 @@ def test_a_disk_that_takes_no_more_bytes_stops_the_append_and_leaves_the_log_who
     log.append("a", rows[0].seq - 1, 1, rows)
     with closing(open_log(sqlite_url, migrate=False)) as reader:
         assert len(list(reader.read("a"))) == 2 + kept + 1
+
+
+def test_a_commit_does_not_make_the_write_ahead_log_longer(log: SqlLog, sqlite_url: str) -> None:
+    """A longer file needs the filesystem's own journal to be synced as well."""
+    wal = path_of(sqlite_url + "-wal")
+    before = wal.stat().st_size
+    log.create("a", FIRST, HERE)
+    for number in range(600):  # more pages than it is folded into the file at
+        append(log, "a", note("x" * 3000, number))
+    assert before <= wal.stat().st_size < 1.1 * before
+
+
+def test_a_write_ahead_log_of_full_length_holds_nothing(log: SqlLog, sqlite_url: str) -> None:
+    tables = run_sql(sqlite_url, "SELECT name FROM sqlite_master WHERE name LIKE '%large%'")
+    assert tables == []
+    assert run_sql(sqlite_url, "PRAGMA freelist_count") == [(0,)]
+    with closing(open_log(sqlite_url, migrate=False)) as reader:
+        assert reader.runs() == []
 
 
 # reading
