@@ -1,8 +1,8 @@
 """The audit: recomputes every identity of a run from the raw rows of its log, and says which hold.
 
 It reads nothing else, believes no counter, and shares no code with the fold: what the fold would refuse to
-apply, the audit names. Asked to, it hands each event to a fold as well and compares the two. It holds one
-byte and one hash per prompt and row, and looks at each row once.
+apply, the audit names. Given what a fold of the same rows came to, it compares the two. It holds one byte and
+one hash per prompt and row, and looks at each row once.
 Invariant: a broken log never ends an audit; it is a failed check that names the seq.
 """
 
@@ -20,8 +20,8 @@ from .audit_lives import LivesAudit
 from .audit_storage import StorageAudit
 from .errors import LogError
 from .events import Event, IncarnationBegan, WorkerReplaced, decode
+from .folded import Folded
 from .log import GENESIS_HASH, EventRow, RunHead, row_hash, row_hasher
-from .state import RunState
 
 HASHES_AT_ONCE = 1024
 """Rows whose hashes are packed together: cheaper than one by one, and soon enough to take no memory."""
@@ -44,30 +44,30 @@ class AuditReport(msgspec.Struct, frozen=True):
 
 
 def audit(
-    rows: Iterable[EventRow], head: RunHead | None = None, state: RunState | None = None
+    rows: Iterable[EventRow],
+    head: RunHead | None = None,
+    folded: Callable[[], Folded] | None = None,
 ) -> AuditReport:
     """Audit a run from all of its rows, in order; with `head`, also that the log ends where the run says.
 
-    With `state`, which nothing was folded into yet, every event is folded in the same pass, and the report
-    has one check more: that the fold and the audit agree.
+    With `folded`, which is asked after the last row, the report has one check more: that the fold takes every
+    event, and adds up to the same.
 
     Never raises for what the log holds; an error of the database that is not about its rows goes through.
     """
-    auditor = _Auditor(state)
+    auditor = _Auditor()
     try:
         auditor.take(rows)
     except LogError as error:
         auditor.facts.violation("chain", auditor.seq + 1, str(error))
     if head is not None:
         auditor.compare_with_head(head)
-    return auditor.report()
+    return auditor.report(folded() if folded is not None else None)
 
 
 class _Auditor:
-    def __init__(self, state: RunState | None) -> None:
+    def __init__(self) -> None:
         facts = self.facts = Facts()
-        self.state = state
-        self.folding = state is not None  # until it refuses an event
         self.groups = groups = GroupAudit(facts)
         self.learning = learning = LearningAudit(facts, groups)
         self.storage = storage = StorageAudit(facts, groups, learning)
@@ -109,7 +109,6 @@ class _Auditor:
         """Audit the next rows. Written for speed: what is as it should be takes the shortest way."""
         facts, lives, handlers, storage = self.facts, self.lives, self._handlers, self.storage
         remember_hash, hash_of = storage.new_hashes.append, row_hasher()
-        fold = self.state.apply if self.state is not None else None
         for row in rows:
             seq, kind = row.seq, row.type
             self.rows += 1
@@ -131,16 +130,6 @@ class _Auditor:
                 handlers[kind](event, seq)
             except Exception as error:
                 facts.violation("events", seq, f"{kind} cannot be audited: {error}")
-                if fold is not None:
-                    facts.violation("fold", seq, "it is not folded either, nor is what follows")
-                    fold, self.folding = None, False
-                continue
-            if fold is not None:
-                try:
-                    fold(row, event)
-                except Exception as error:  # what it does with a log that is broken already is not known
-                    facts.violation("fold", seq, str(error))
-                    fold, self.folding = None, False
 
     def _check_link(self, row: EventRow) -> None:
         """What is wrong between this row and the one before; the chain is taken up again after it."""
@@ -201,35 +190,33 @@ class _Auditor:
                 f"incarnation {head.incarnation} holds the run, the last that began is {facts.incarnation}",
             )
 
-    def report(self) -> AuditReport:
+    def report(self, folded: Folded | None = None) -> AuditReport:
         """The verdict on what has been taken."""
-        facts = self.facts
+        facts, totals = self.facts, self._totals()
         if not self.rows:
             facts.violation("chain", 1, "the log is empty")
-        if self.folding:
-            self._compare_with_fold()
+        if folded is not None:
+            self._compare_with_fold(folded, totals)
         figures = self._figures()
+        if folded is not None:
+            figures["fold"] = f"{folded.events} events taken, in phase {folded.phase}"
         checks = [
             Check(name, not facts.failed(name), facts.details(name) or figures.get(name) or claim)
             for name, claim in CHECKS.items()
-            if name != "fold" or self.state is not None
+            if name != "fold" or folded is not None
         ]
-        return AuditReport(all(check.ok for check in checks), checks, self._totals())
+        return AuditReport(all(check.ok for check in checks), checks, totals)
 
-    def _compare_with_fold(self) -> None:
-        state, facts = self.state, self.facts
-        assert state is not None
-        for what, folded, audited in (
-            ("seq", state.seq, self.seq),
-            ("incarnation", state.incarnation, facts.incarnation),
-            ("updates", state.updates, facts.updates),
-            ("optimizer steps", state.optimizer_steps, self.learning.optimizer_steps),
-            ("policy version", state.policy_version, facts.policy_version),
-            ("prompts drawn", state.drawn, self.groups.drawn),
-            ("groups by fate", state.groups_by_fate(), self.groups.by_fate()),
-        ):
-            if folded != audited:
-                facts.violation("fold", self.seq, f"{what}: {folded} by the fold, {audited} by the audit")
+    def _compare_with_fold(self, folded: Folded, totals: dict[str, Any]) -> None:
+        if folded.refused:
+            self.facts.violation("fold", folded.events + 1, folded.refused)
+            return
+        for name, value in folded.totals.items():
+            if value != totals[name]:
+                what = name.replace("_", " ")
+                self.facts.violation(
+                    "fold", self.seq, f"{what}: {value} by the fold, {totals[name]} by the audit"
+                )
 
     def _totals(self) -> dict[str, Any]:
         facts, groups, learning, storage = self.facts, self.groups, self.learning, self.storage
@@ -273,7 +260,6 @@ class _Auditor:
         }.get(ending, ending)
         return {
             "chain": f"{self.rows} rows, whole",
-            "fold": f"{self.rows} events taken, in phase {self.state.phase.value if self.state else ''}",
             "budget": f"{steps.split(' of ')[1]} over a horizon of {budget.horizon}"
             if budget
             else "none yet",

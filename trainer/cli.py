@@ -207,16 +207,18 @@ def audit(
     import msgspec
 
     from ..statemachine.audit import audit as audit_rows
-    from ..statemachine.state import RunState
+    from ..statemachine.folded import folding
     from .places import Place
     from .views import audit_lines
 
-    with Place(name, runs_dir, db).reading() as opened:
+    place = Place(name, runs_dir, db)
+    with place.reading() as opened:
         head = opened.head(name)
-        report = audit_rows(opened.read(name), head, RunState())
-        if opened.head(name).head_seq != head.head_seq:
-            # Events came meanwhile, from a driver that lives: what the head already held is audited.
-            report = audit_rows(opened.read(name, limit=head.head_seq), head, RunState())
+        with folding(opened, place.log_url, name, head.head_seq) as folded:
+            report = audit_rows(opened.read(name), head, folded)
+            if opened.head(name).head_seq != head.head_seq:
+                # Events came meanwhile, from a driver that lives: what the head already held is audited.
+                report = audit_rows(opened.read(name, limit=head.head_seq), head, folded)
     if as_json:
         _print_json(msgspec.to_builtins(report))
     else:

@@ -19,8 +19,8 @@ from surefoot.statemachine.audit import audit
 from surefoot.statemachine.crashpoints import watched
 from surefoot.statemachine.errors import IllegalEvent, RunClosed, RunFailedError
 from surefoot.statemachine.events import RunPreempted, WorkerReplaced
+from surefoot.statemachine.folded import folded
 from surefoot.statemachine.phases import Phase
-from surefoot.statemachine.state import RunState
 from surefoot.trainer.display import Display
 from surefoot.trainer.driver import Driver
 from surefoot.trainer.run import _claim, _outcome_if_over
@@ -35,7 +35,8 @@ EVALUATED = {"eval": {"every_updates": 1, "size": 2, "source": "object:x"}}
 
 def broken(world: World) -> list[tuple[str, str]]:
     """The identities of the audit that do not hold."""
-    report = audit(world.rows(), state=RunState())
+    rows = world.rows()
+    report = audit(rows, folded=lambda: folded(rows))
     return [(check.id, check.detail) for check in report.checks if not check.ok]
 
 
