@@ -134,6 +134,11 @@ class EventLog(Protocol):
         """Say that the driver lives. Raises FencedOut."""
         ...
 
+    def hurry(self, seconds: float) -> None:
+        """The process is about to end: wait no longer than so many seconds from now for a database that is
+        away, whatever is under way included."""
+        ...
+
     def release(self, run_id: str, incarnation: int) -> None:
         """Say that the driver is done with the run; of no effect if a newer incarnation holds it."""
         ...

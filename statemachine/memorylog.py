@@ -120,6 +120,9 @@ class MemoryLog:
                 raise why_refused(run_id, head.head_seq, incarnation, head.head_seq, head.incarnation)
             self._runs[run_id].heartbeat_at = self._seconds()
 
+    def hurry(self, seconds: float) -> None:
+        """Memory is never away."""
+
     def release(self, run_id: str, incarnation: int) -> None:
         with self._lock:
             run = self._run(run_id)

@@ -7,6 +7,7 @@ commits. Waiting for a server that went away happens here, and what is sent agai
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import threading
 import time
@@ -92,6 +93,7 @@ class SqlLog:
     ) -> None:
         self._database = database
         self._patience_seconds = patience_seconds
+        self._gives_up_at = math.inf  # by the monotonic clock, however patient
         self._now = now
         self._lives = lives
         dialect: Any = database.reader.dialect
@@ -210,6 +212,9 @@ class SqlLog:
 
         self._transact(work)
 
+    def hurry(self, seconds: float) -> None:
+        self._gives_up_at = time.monotonic() + seconds
+
     def release(self, run_id: str, incarnation: int) -> None:
         def work(cursor: Any) -> None:
             if self._sql.release.run(cursor, run=run_id, mine=incarnation).rowcount == 0:
@@ -327,13 +332,14 @@ class SqlLog:
 
     def _patiently(self, once: Callable[[Callable[[Any], T]], T], work: Callable[[Any], T]) -> T:
         """Try until it is done or refused, or until patience with a server that is away runs out."""
-        deadline = time.monotonic() + self._patience_seconds
+        patient_until = time.monotonic() + self._patience_seconds
         pause_seconds = 0.02
         while True:
             try:
                 return once(work)
             except (DBAPIError, self._driver.Error) as error:
                 cause: Any = error.orig if isinstance(error, DBAPIError) else error
+                deadline = min(patient_until, self._gives_up_at)
                 if not self._may_pass(cause) or time.monotonic() + pause_seconds > deadline:
                     raise LogUnavailable(
                         f"the log at {self._database.name} did not do as it was asked: {_advice(cause)}"

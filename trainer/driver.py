@@ -361,7 +361,9 @@ class Driver:
     async def _preempt(self, main: asyncio.Task[None]) -> None:
         """Stop within the grace time: give up or finish the learner's work, checkpoint, say so."""
         loop, state = asyncio.get_running_loop(), self._journal.state
-        deadline = loop.time() + 0.9 * self._parts.config.preempt.grace_seconds
+        for_all = 0.9 * self._parts.config.preempt.grace_seconds
+        deadline = loop.time() + for_all
+        self._journal.hurry(for_all)
         self._feeder.paused = True
         for_checkpoint = max(2.0 * self._keeper.seconds_last, 0.25 * self._parts.config.preempt.grace_seconds)
         if state.phase is Phase.UPDATE:

@@ -150,6 +150,10 @@ class Journal:
             self._tail = []
             return rows
 
+    def hurry(self, seconds: float) -> None:
+        """Wait no longer than so many seconds from now for a database that is away."""
+        self.log.hurry(seconds)
+
     async def release(self) -> None:
         """Close the run: the next driver need not ask who lives."""
         async with self._lock:

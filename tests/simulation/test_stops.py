@@ -65,6 +65,7 @@ def test_sigterm_in_the_middle_of_update_5_of_7_is_obeyed_within_the_grace_time(
     code, took_seconds = run_virtually(life())
     world.on_commit = None
     assert code == 75 and took_seconds <= grace_seconds
+    assert world.hurried_seconds is not None and 0.0 < world.hurried_seconds <= grace_seconds
     state = world.state()
     assert (state.phase, state.updates) == (Phase.PREEMPTED, updates)
     assert (5 in state.checkpoints) is (updates == 5), "a checkpoint where time allows"

@@ -92,6 +92,9 @@ class LogInReach:
         touch()
         self._log.heartbeat(run_id, incarnation)
 
+    def hurry(self, seconds: float) -> None:
+        self._world.hurried_seconds = seconds
+
     def release(self, run_id: str, incarnation: int) -> None:
         touch()
         self._log.release(run_id, incarnation)
@@ -128,6 +131,7 @@ class World:
         self.driver: Driver
         self.lives = 0
         self.waited_for: list[str] = []  # in words, of every life
+        self.hurried_seconds: float | None = None  # how long the log may still wait for its database
 
     # -- what stand-ins ask ---------------------------------------------------------------------------
 

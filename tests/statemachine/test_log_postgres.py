@@ -197,6 +197,33 @@ def test_patience_with_a_server_that_stays_away_has_an_end(postgres_url: str, po
     log.close()
 
 
+def test_a_process_about_to_end_is_not_patient(postgres_url: str, postgres: Server) -> None:
+    """Asked to stop while its server is away, a driver gives up within the time that it was given."""
+    log = open_log(postgres_url, migrate=True, patience_seconds=3600.0)
+    head = log.create("a", FIRST, HERE)
+    rows = rows_after(head, note("in the end"))
+    refused: list[LogUnavailable] = []
+
+    def append_one() -> None:
+        try:
+            log.append("a", 2, 1, rows)
+        except LogUnavailable as error:
+            refused.append(error)
+
+    postgres.stop()
+    try:
+        waiting = threading.Thread(target=append_one, daemon=True)
+        waiting.start()
+        log.hurry(0.2)
+        waiting.join(timeout=30.0)
+        assert not waiting.is_alive() and len(refused) == 1
+    finally:
+        postgres.start()
+    log.close()
+    with closing(open_log(postgres_url, migrate=False)) as reader:
+        assert reader.head("a").head_seq == 2
+
+
 def test_the_wait_for_a_driver_frozen_in_a_transaction_has_an_end(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
