@@ -25,7 +25,7 @@ from .events import (
     encode,
     type_of,
 )
-from .liveness import DriverIdentity
+from .liveness import DriverIdentity, lives
 
 __all__ = [
     "GENESIS_HASH",
@@ -36,6 +36,7 @@ __all__ = [
     "RunHead",
     "build_rows",
     "chained",
+    "driver_of",
     "follow",
     "incarnation_began",
     "refuse_misbuilt",
@@ -261,6 +262,16 @@ def follow(log: EventLog, run_id: str, after_seq: int = 0, *, wait: Callable[[],
             after_seq = row.seq
         if not wait():
             return
+
+
+def driver_of(head: RunHead, lives: Callable[[DriverIdentity], bool | None] = lives) -> str:
+    """Whether the driver that holds a run lives: alive; dead; silent, where it cannot be looked at from here
+    and its heartbeat is old; left, where it has let go of the run."""
+    try:
+        reason = take_reason(head, ask=False, lives=lives)
+    except RunInUse:
+        return "alive"
+    return {TakeReason.DEAD: "dead", TakeReason.SILENT: "silent"}.get(reason, "left")
 
 
 # What follows are the rules that every database applies between locking a run's row and writing it.

@@ -33,7 +33,9 @@ def outcome_of(state: RunState, already: bool = False) -> Outcome:
         Phase.STOPPED: f"stopped short at update {state.updates}: {getattr(end, 'because', '')}",
         Phase.PREEMPTED: f"preempted at update {state.updates}: {getattr(end, 'because', '')}",
         Phase.FAILED: f"failed at update {state.updates}: {getattr(end, 'error', '')}",
-    }.get(state.phase, f"open in phase {state.phase}")
+    }.get(
+        state.phase, f"not ended, in phase {state.phase} at update {state.updates}; start it again to go on"
+    )
     return Outcome(
         phase=state.phase,
         updates=state.updates,

@@ -16,7 +16,7 @@ from typing import Any
 from ..statemachine.errors import RunClosed, RunExists, RunUnknown, SurefootError, UserMistake
 from ..statemachine.events import Event
 from ..statemachine.liveness import DriverIdentity, lives
-from ..statemachine.log import EventLog, EventRow, RunHead, chained, take_reason
+from ..statemachine.log import EventLog, EventRow, RunHead, chained, driver_of, take_reason
 from ..statemachine.sqllog import open_log
 from ..statemachine.state import RunState, fold
 from .config import Config, load_config
@@ -55,7 +55,8 @@ class Watched:
             return list(log.read(self.name, after_seq))
 
     async def events(self, after_seq: int = 0) -> AsyncIterator[Event]:
-        """Events as they are committed, none left out, until the run's driver has ended."""
+        """Events as they are committed, none left out, until nobody is going to write more: the run has
+        ended, or its driver is dead or, on another machine, silent."""
         while True:
             changed = self._changed()
             over = self._is_over()
@@ -63,7 +64,7 @@ class Watched:
             for row in rows:
                 after_seq = row.seq
                 yield row.event()
-            if not rows and (over or (over is None and await self._has_ended())):
+            if not rows and (over or (over is None and await self._is_left_at(after_seq))):
                 return
             if not rows:
                 with contextlib.suppress(TimeoutError):
@@ -75,11 +76,17 @@ class Watched:
     def _is_over(self) -> bool | None:
         return None
 
-    async def _has_ended(self) -> bool:
-        return (await self.state()).ended
+    async def _is_left_at(self, seq: int) -> bool:
+        def look() -> bool:
+            with self.place.reading() as log:
+                head = log.head(self.name)
+                return head.head_seq <= seq and driver_of(head) != "alive"
+
+        return await self._threads.files(look)
 
     async def outcome(self) -> Outcome:
-        """How the run ended; waits until it has. It does not raise for a run that failed: it says so."""
+        """How the run ended; waits until it has. It does not raise for a run that failed: it says so; and
+        of one whose driver is gone, the phase that it was left in."""
         async for _ in self.events():
             pass
         return outcome_of(await self.state())

@@ -21,7 +21,6 @@ from ..statemachine.errors import (
     GroupUnusable,
     LogBroken,
     LogError,
-    RunInUse,
     RunUnknown,
     SurefootError,
     UserMistake,
@@ -32,14 +31,14 @@ from ..statemachine.events import (
     GroupsStored,
     RunCreated,
     StoredGroup,
-    TakeReason,
     UpdateApplied,
 )
-from ..statemachine.liveness import lives
-from ..statemachine.log import EventRow, RunHead, take_reason
+from ..statemachine.log import EventRow, RunHead, driver_of
+from ..statemachine.phases import Phase
 from ..statemachine.state import RunState, fold
 from .display import clock
 from .options import Config
+from .outcome import outcome_of
 from .places import Place
 
 END_TYPES = frozenset(kind.__name__ for kind in END_EVENTS)
@@ -66,6 +65,7 @@ class RunView(TypedDict):
     incarnation: int
     last_event_age_seconds: float | None
     driver: str | None  # alive, dead, silent or left; null: the run has ended and needs none
+    outcome: str | None  # how it ended, and why; null: it has not
     error: str | None  # why the log cannot be read or folded, if it cannot
 
 
@@ -83,16 +83,6 @@ def view_of(place: Place) -> RunView | None:
     except UserMistake as unreadable:
         view = run_view(place.run, ())
         return {**view, "phase": "Unreadable", "error": str(unreadable)}
-
-
-def driver_of(head: RunHead) -> str:
-    """Whether the driver that holds a run lives: alive; dead; silent, where it cannot be looked at from here
-    and its heartbeat is old; left, where it has let go of the run."""
-    try:
-        reason = take_reason(head, ask=False, lives=lives)
-    except RunInUse:
-        return "alive"
-    return {TakeReason.DEAD: "dead", TakeReason.SILENT: "silent"}.get(reason, "left")
 
 
 def refuse_to_wait(head: RunHead, seen_seq: int) -> None:
@@ -131,6 +121,7 @@ def run_view(
         incarnation=state.incarnation,
         last_event_age_seconds=age,
         driver=None if state.ended else driver,
+        outcome=outcome_of(state).message if state.ended else None,
         error=error,
     )
 
@@ -154,6 +145,8 @@ def runs_lines(views: Iterable[RunView]) -> list[str]:
         )
         if view["error"] is not None:
             below.append(f"run {view['run']}: {view['error']}")
+        elif view["outcome"] is not None and view["phase"] != Phase.COMPLETED:
+            below.append(f"run {view['run']}: {view['outcome']}")
         elif view["driver"] in GONE:
             below.append(
                 f"run {view['run']}: {GONE[view['driver']]}; the same `surefoot train` goes on with it"

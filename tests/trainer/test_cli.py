@@ -242,6 +242,15 @@ def test_runs_in_a_shared_database_are_listed_from_there(shell: Shell, tmp_path:
     assert shell.json("runs", "--json") == []
 
 
+def test_runs_says_why_a_run_failed(shell: Shell) -> None:
+    story = Story("a").began().updated()
+    story.add(ev.RunFailed(code="X", error="prompt 9 failed 3 times", updates=1, optimizer_steps=1, facts={}))
+    told(story)
+    (view,) = shell.json("runs", "--json")
+    assert (view["phase"], view["outcome"]) == ("Failed", "failed at update 1: prompt 9 failed 3 times")
+    assert shell("runs")[1].splitlines()[-1] == f"run a: {view['outcome']}"
+
+
 def test_a_run_whose_log_is_broken_is_still_listed(shell: Shell, tmp_path: Path) -> None:
     told(Story("a").began().updated())
     with sqlite3.connect(tmp_path / "runs" / "a" / "log.db") as database:
@@ -319,8 +328,9 @@ def test_runs_marks_a_run_that_nobody_drives_and_writes_nothing(shell: Shell, tm
     assert re.search(r"^dead .* ago +dead$", out, re.MULTILINE)
     assert re.search(r"^ended .* ago +-$", out, re.MULTILINE)
     way_out = "; the same `surefoot train` goes on with it"
-    assert out.splitlines()[-3:] == [
+    assert out.splitlines()[-4:] == [
         f"run dead: its driver is dead, and left no end in the log{way_out}",
+        "run ended: preempted at update 1: asked",
         f"run left: its driver has left it, without an end in the log{way_out}",
         f"run silent: its driver, on another machine, has been silent for too long{way_out}",
     ]
