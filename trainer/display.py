@@ -22,9 +22,14 @@ from rich.text import Text
 from ..statemachine import events as ev
 from ..statemachine.log import EventRow
 from ..statemachine.state import RunState
+from .wording import counted
 
 WINDOW_UPDATES = 20
 """Rates are of the last updates: long enough to be steady, short enough to follow a change."""
+
+
+FAILURES_SHOWN = 3
+"""Failed attempts that have a line of their own between two updates; of the others there is a number."""
 
 
 class Progress:
@@ -113,8 +118,8 @@ def notice_of(event: ev.Event, state: RunState) -> str | None:
             )
         case ev.WorkersReady():
             return (
-                f"incarnation {state.incarnation} at update {state.updates}: {event.workers} rollout workers "
-                f"and {event.ranks} learner ranks are ready"
+                f"incarnation {state.incarnation} at update {state.updates}: ready are "
+                f"{counted(event.workers, 'rollout worker')} and {counted(event.ranks, 'learner rank')}"
             )
         case ev.EvaluationDone():
             return (
@@ -142,6 +147,7 @@ class Display:
         self._console = console or Console()
         self._live: Live | None = None
         self._waiting: Spinner | None = None
+        self._failures = 0  # attempts that failed since the last update
 
     def __enter__(self) -> Display:
         if self._console.is_terminal:
@@ -167,6 +173,15 @@ class Display:
         self.progress.take(row, event, state)
         if isinstance(event, ev.WorkersReady) or state.ended:
             self._waiting = None
+        if isinstance(event, ev.AttemptFailed):
+            self._failures += 1
+        elif isinstance(event, ev.UpdateApplied) or state.ended:
+            if self._failures > FAILURES_SHOWN:
+                more = counted(self._failures - FAILURES_SHOWN, "more attempt")
+                self._say(f"{more} failed: `surefoot log {self._run}` has each with its reason")
+            self._failures = 0
+        if self._failures > FAILURES_SHOWN and isinstance(event, ev.AttemptFailed):
+            return
         if (notice := notice_of(event, state)) is not None:
             self._say(notice)
         elif isinstance(event, ev.UpdateApplied) and self._live is None:

@@ -44,6 +44,7 @@ from .protocols import UpdateResult
 from .publisher import Publisher
 from .recovery import redo
 from .tasks import cancel
+from .wording import counted
 
 HEARTBEAT_SECONDS = 5.0
 DRAIN_LOOK_SECONDS = 1.0
@@ -182,8 +183,8 @@ class Driver:
         parts, state = self._parts, self._journal.state
         rows = await self._journal.read_all()
         options = parts.config
-        beside = "" if self._pool_started else f" and {options.rollout.workers} rollout workers"
-        parts.waiting(f"building {options.learner.ranks} learner ranks{beside}")
+        beside = "" if self._pool_started else f" and {counted(options.rollout.workers, 'rollout worker')}"
+        parts.waiting(f"building {counted(options.learner.ranks, 'learner rank')}{beside}")
         starting = [asyncio.ensure_future(parts.learner.start(rows, state.learner_try))]
         pool = None if self._pool_started else asyncio.ensure_future(parts.pool.start())
         try:

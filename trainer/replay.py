@@ -20,6 +20,7 @@ from ..statemachine.state import RunState
 from .comparing import Deviation, compare_steps
 from .config import Config
 from .protocols import Learner
+from .wording import counted
 
 Progress = Callable[[int, int, bool], None]
 """Called after each update: its number, the last one's, and whether it was as recorded."""
@@ -175,7 +176,7 @@ class Replay:
         return [
             f"updates {self.first_update} to {self.last_update} ({self.optimizer_steps} optimizer steps) "
             f"executed again from {start if self.checkpoint_update else 'the starting weights'}, "
-            f"on {self.ranks} {'rank' if self.ranks == 1 else 'ranks'}",
+            f"on {counted(self.ranks, 'rank')}",
             f"learning rates, groups and their order: {'equal' if self.ok else 'see below'}",
             f"loss and gradient norm: {numbers}",
             f"weights: {self.weights_equal} of {self.weights_compared} recorded digests equal; after update "

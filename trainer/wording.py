@@ -31,6 +31,11 @@ _OF_THE_WRONG_KIND = ("_type", "_parsing", "_from_float")
 """How the names of pydantic's errors end that say: a value of another kind is expected."""
 
 
+def counted(number: int, what: str) -> str:
+    """`1 learner rank`, `2 learner ranks`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def unknown(key: str, fields: Mapping[str, FieldInfo]) -> str:
     """What is said of a key that is none: the right one it stands for, if one is near."""
     near = nearest(key, fields)

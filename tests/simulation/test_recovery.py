@@ -147,11 +147,11 @@ def test_a_killed_run_equals_the_one_that_nobody_touched() -> None:
 def test_what_a_start_waits_for_is_said_from_workers_to_each_update_redone() -> None:
     world = World(small_config(checkpoint={"every_updates": 2}), data_len=16)
     crash_at(world, "update.committed", 5)
-    assert world.waited_for == ["building 1 learner ranks and 2 rollout workers"]
+    assert world.waited_for == ["building 1 learner rank and 2 rollout workers"]
     world.waited_for.clear()
     world.run()
     assert world.waited_for == [
-        "building 1 learner ranks and 2 rollout workers",
+        "building 1 learner rank and 2 rollout workers",
         "loading the checkpoint of update 4",
         "redoing updates 5 to 5 from the checkpoint of update 4",
         "redoing updates 5 to 5: 5 is done",
@@ -207,7 +207,7 @@ def test_a_lost_learner_is_rebuilt_while_workers_live_on() -> None:
     assert outcome.exit_code == 0 and lost
     assert len(world.events("LearnerLost")) == 1 and world.state().incarnation == 1
     assert world.learner.starts == 2 and trained(world) == list(range(16))
-    assert "building 1 learner ranks" in world.waited_for  # and no workers, which are there
+    assert "building 1 learner rank" in world.waited_for  # and no workers, which are there
 
 
 def test_a_learner_that_never_comes_back_fails_the_run() -> None:

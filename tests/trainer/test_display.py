@@ -7,6 +7,7 @@ import re
 
 from rich.console import Console
 
+from surefoot.statemachine import events as ev
 from surefoot.statemachine.state import RunState
 from surefoot.trainer.display import Display, Progress, clock
 
@@ -120,9 +121,22 @@ def test_a_run_that_was_refused_leaves_no_panel_behind() -> None:
 def test_what_else_happens_is_said_in_a_line() -> None:
     story = Story(sets=["eval.every_updates=1"]).began().evaluated(0.4)
     text = shown(story)
-    assert "incarnation 1 at update 0: 1 rollout workers and 1 learner ranks are ready" in text
+    assert "incarnation 1 at update 0: ready are 1 rollout worker and 1 learner rank" in text
     assert "budget committed: 4 updates, 4 optimizer steps, 4 publications" in text
     assert "policy version 0 (update 0): held-out reward 0.400 over 8 rows" in text
+
+
+def test_attempts_that_fail_in_numbers_are_counted() -> None:
+    story = Story(sets=["rollout.max_attempts=9"]).began()
+    story.add(ev.GroupsAdmitted(groups=[ev.Issue(index, 1, 0) for index in range(4)]))
+    for attempt in range(1, 9):
+        story.add(ev.AttemptFailed(prompt_index=0, attempt=attempt, reason=ev.IssueReason.FAILED, error="no"))
+        again = [ev.Issue(0, attempt + 1, 0)]
+        story.add(ev.GroupsReissued(groups=again, reason=ev.IssueReason.FAILED))
+    story.add(ev.RunFailed(code="X", error="no more", updates=0, optimizer_steps=0, facts={}))
+    lines = [line for line in shown(story).splitlines() if "failed" in line]
+    assert lines[:3] == [f"attempt {attempt} of prompt 0 failed: no" for attempt in (1, 2, 3)]
+    assert lines[3:] == ["5 more attempts failed: `surefoot log a` has each with its reason"]
 
 
 def test_clock_reads_as_hours_minutes_seconds() -> None:
