@@ -257,6 +257,13 @@ class _RowReader:
                 ) from error
             which = "the model's chat template" if self._template is None else "data.template"
             raise DataRefused(f"{place}: {which} {error}") from error
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataRefused(
+                f"{place}: character {error.start + 1} of its prompt is half of a surrogate pair, and no "
+                "text: correct it"
+            ) from error
         written = chat_used or tokenizer.starts_with_begin_token(text)
         return text, tokenizer.encode(text, add_special_tokens=not written)
 

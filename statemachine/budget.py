@@ -20,6 +20,9 @@ from .schedule import SCHEDULE_KINDS, ScheduleSpec, exact_ratio, warmup_steps_fr
 
 TAILS = ("drop", "train")
 
+PROMPTS_AT_MOST = 1_000_000_000
+"""Of one run: the fold holds a byte for each."""
+
 
 class BudgetInputs(msgspec.Struct, frozen=True, kw_only=True):
     """What a budget is made of: the config's keys, and the length of the data after filtering."""
@@ -55,6 +58,14 @@ def resolve_budget(inputs: BudgetInputs) -> BudgetResolved:
     else:
         prompts_total = min(inputs.max_prompts, prompts_available)
         lines.append(f"prompts_total = min({inputs.max_prompts}, {prompts_available}) = {prompts_total}")
+
+    if prompts_total > PROMPTS_AT_MOST:
+        _refuse(
+            f"prompts_total is {prompts_total}",
+            f"a run draws at most {PROMPTS_AT_MOST}",
+            "lower data.epochs, or set data.max_prompts",
+            prompts_total=prompts_total,
+        )
 
     updates_total = _updates_total(inputs, prompts_total, lines)
     steps_per_update = inputs.minibatches * inputs.passes

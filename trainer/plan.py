@@ -7,7 +7,7 @@ as config, data and model folder can tell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -194,16 +194,15 @@ def plan_dict(prepared: Prepared) -> dict[str, Any]:
         **msgspec.to_builtins(prepared.budget),
         "rows_filtered": prepared.data.filtered,
         "eval_rows": len(prepared.eval_data.rows) if prepared.eval_data else 0,
-        "learning_rates": rates_of(prepared.budget),
+        "learning_rates": rates_of(prepared.budget, range(prepared.budget.optimizer_steps_total)),
         "digests": prepared.digests,
         "warnings": prepared.warnings,
     }
 
 
-def rates_of(budget: BudgetResolved) -> list[float]:
-    """The learning rate of every optimizer step of the run."""
-    steps = range(budget.optimizer_steps_total)
-    return learning_rates(budget.learning_rate, schedule_of(budget), steps)
+def rates_of(budget: BudgetResolved, optimizer_steps: Iterable[int]) -> list[float]:
+    """The learning rates of these optimizer steps of the run."""
+    return learning_rates(budget.learning_rate, schedule_of(budget), optimizer_steps)
 
 
 def plan_lines(prepared: Prepared) -> Iterator[str]:
@@ -219,9 +218,9 @@ def plan_lines(prepared: Prepared) -> Iterator[str]:
         f"learning rate: {budget.learning_rate:g}, {budget.schedule_kind}, over optimizer steps 0 to "
         f"{budget.optimizer_steps_total - 1}, counted from 0 (train's display counts those that are done)"
     )
-    rates = rates_of(budget)
-    for optimizer_step in shown_steps(len(rates), budget.warmup_steps):
-        yield f"  optimizer step {optimizer_step:>6}  {rates[optimizer_step]:.6e}"
+    shown = shown_steps(budget.optimizer_steps_total, budget.warmup_steps)
+    for optimizer_step, rate in zip(shown, rates_of(budget, shown), strict=True):
+        yield f"  optimizer step {optimizer_step:>6}  {rate:.6e}"
     for warning in prepared.warnings:
         yield f"warning: {warning}"
 

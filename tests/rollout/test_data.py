@@ -125,6 +125,7 @@ def test_a_path_may_be_a_path_and_its_ending_in_capitals(qwen, tmp_path):
             '{"prompt": [{"role": "user"}], "answer": "y"}\n',
             "line 3: a chat message must have role and content",
         ),
+        (r'{"prompt": "1+\ud800", "answer": "y"}', "line 3: character 3 of its prompt is half of a"),
         ('{"prompt": "x"}\n', "line 3 has no answer"),
         ('{"prompt": "x", "answer": null}\n', "line 3 has the answer None"),
         ('{"prompt": "x", "answer": " "}\n', "line 3 has the answer ' '"),

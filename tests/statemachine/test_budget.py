@@ -61,6 +61,7 @@ def test_what_cannot_give_a_run_is_refused_in_one_line_with_both_values(case: di
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"epochs": 100_000_001}, ("1000000010", "at most 1000000000", "data.epochs", "data.max_prompts")),
         ({"max_prompts": -1}, ("data.max_prompts", "-1")),
         ({"max_optimizer_steps": -1}, ("optim.max_optimizer_steps", "-1")),
         ({"max_optimizer_steps": 0}, ("optim.max_optimizer_steps", "0")),
