@@ -109,7 +109,7 @@ def test_of_many_learning_rates_the_text_shows_some_with_peak_and_ends() -> None
 
 def test_a_plan_of_a_great_many_optimizer_steps_takes_no_longer(base: dict[str, Any]) -> None:
     """Rates that are not shown are not made: a hundred million of them take minutes."""
-    prepared = planned(base, "data.epochs=30000000")
+    prepared = planned(base, "data.epochs=60000000")
     assert prepared.budget.optimizer_steps_total > 10**8
     lines = list(plan_lines(prepared))
     assert sum(line.startswith("  optimizer step ") for line in lines) <= RATES_SHOWN + 1
