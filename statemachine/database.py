@@ -26,6 +26,9 @@ from .filesystem import locks_hold, network_filesystem
 LOCK_WAIT_SECONDS = 60
 """How long to wait for another process's transaction; they last milliseconds."""
 
+LOCK_TRY_SECONDS = 1
+"""How long one try of a log's transaction does, so that it can be given up in between."""
+
 SQLITE_READONLY_ROLLBACK = sqlite3.SQLITE_READONLY_ROLLBACK
 """What a reading connection meets when a writer was killed inside its transaction, without WAL."""
 
@@ -46,6 +49,7 @@ class Database(msgspec.Struct, frozen=True):
     reader: Engine
     writer: Engine | None
     begin: str | None  # how a writing transaction begins, if not by itself
+    impatient: str  # what makes a connection wait for a lock no longer than LOCK_TRY_SECONDS
 
     def close(self) -> None:
         # the last connection to go folds SQLite's write-ahead log into its file: it must be able to write
@@ -96,7 +100,8 @@ def _open_postgresql(url: URL, *, writable: bool) -> Database:
 
     event.listen(engine, "connect", set_up)
     name = url.render_as_string(hide_password=True)
-    return Database(name, engine, engine if writable else None, None)
+    impatient = f"SET lock_timeout = '{LOCK_TRY_SECONDS}s'"
+    return Database(name, engine, engine if writable else None, None, impatient)
 
 
 def _set_up_postgresql(connection: Any, writable: bool) -> None:
@@ -130,7 +135,9 @@ def _open_sqlite(path: Path, *, writable: bool) -> Database:
             f"there is no log at {path}: name another with --db; without it `surefoot runs` lists "
             "those of a folder"
         )
-    return Database(str(path), _sqlite_engine(lambda: _connect_reader(path), "BEGIN"), writer, _IMMEDIATE)
+    reader = _sqlite_engine(lambda: _connect_reader(path), "BEGIN")
+    impatient = f"PRAGMA busy_timeout = {1000 * LOCK_TRY_SECONDS}"
+    return Database(str(path), reader, writer, _IMMEDIATE, impatient)
 
 
 def _sqlite_engine(connect: Callable[[], sqlite3.Connection], begin: str) -> Engine:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,9 @@ from .state import RunState
 
 BESIDE_FROM_EVENTS = 50_000
 """A shorter log is folded sooner than a process has started."""
+
+SLOWEST_SECONDS, SLOWEST_EVENTS_A_SECOND = 60.0, 2_000
+"""A process beside that takes longer than this has been stopped, or worse."""
 
 
 class Folded(msgspec.Struct, frozen=True):
@@ -63,30 +66,42 @@ def folding(log: EventLog, url: str, run_id: str, seq: int) -> Generator[Callabl
 
     A long log is folded in a process beside, which opens `url`; where that one fails, it is folded here.
     """
-    child: subprocess.Popen[bytes] | None = None
-    if seq >= BESIDE_FROM_EVENTS:
-        command = [sys.executable, "-m", __name__]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = _start(_Work(url, run_id, seq)) if seq >= BESIDE_FROM_EVENTS else None
 
     @cache
     def result() -> Folded:
         if child is not None:
-            answer, _ = child.communicate()
-            if child.returncode == 0:
-                return msgspec.json.decode(answer, type=Folded)
+            with suppress(OSError, msgspec.DecodeError, subprocess.TimeoutExpired):
+                answer, _ = child.communicate(timeout=max(SLOWEST_SECONDS, seq / SLOWEST_EVENTS_A_SECOND))
+                if child.returncode == 0:
+                    return msgspec.json.decode(answer, type=Folded)
         return folded(log.read(run_id, limit=seq))
 
     try:
-        if child is not None:
-            assert child.stdin is not None
-            child.stdin.write(msgspec.json.encode(_Work(url, run_id, seq)))  # a URL may hold a password
-            child.stdin.close()
-            child.stdin = None
         yield result
     finally:
         if child is not None:
             child.kill()
             child.wait()
+
+
+def _start(work: _Work) -> subprocess.Popen[bytes] | None:
+    """The process beside, at work; None where there can be none. The URL may hold a password, so it does not
+    stand in the command; `-P` keeps what lies in the current folder out of the child's imports."""
+    command = [sys.executable, "-P", "-m", __name__]
+    child: subprocess.Popen[bytes] | None = None
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert child.stdin is not None
+        child.stdin.write(msgspec.json.encode(work))
+        child.stdin.close()
+    except OSError:
+        if child is not None:
+            child.kill()
+            child.wait()
+        return None
+    child.stdin = None
+    return child
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from sqlalchemy import PoolProxiedConnection
 from sqlalchemy.exc import DBAPIError
 
 from .crashpoints import crashpoint
-from .database import LOCK_WAIT_SECONDS, SQLITE_READONLY_ROLLBACK, Database, open_database
+from .database import SQLITE_READONLY_ROLLBACK, Database, open_database
 from .errors import LogBroken, LogError, LogUnavailable, UserMistake
 from .events import Event, TakeReason
 from .liveness import DriverIdentity, lives
@@ -316,6 +316,8 @@ class SqlLog:
         assert self._database.writer is not None
         self._writing = self._database.writer.raw_connection()
         self._cursor = self._writing.cursor()
+        self._cursor.execute(self._database.impatient)
+        self._cursor.connection.commit()
         return self._cursor
 
     def _look(self, work: Callable[[Any], T]) -> T:
@@ -348,7 +350,9 @@ class SqlLog:
             pause_seconds = min(2 * pause_seconds, 1.0)
 
     def _may_pass(self, error: Any) -> bool:
-        """Whether it is the server's coming and going, and no answer to what was asked."""
+        """Whether it is the server's coming and going or another's lock, and no answer to what was asked."""
+        if _is_locked(error):
+            return True
         if isinstance(error, sqlite3.Error):
             # met where a writer was killed: the next connection undoes what that one had begun
             return getattr(error, "sqlite_errorcode", None) == SQLITE_READONLY_ROLLBACK
@@ -361,12 +365,18 @@ class SqlLog:
 _TORN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
+def _is_locked(error: Any) -> bool:
+    """Whether another process was in a transaction for as long as one try waits."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code == sqlite3.SQLITE_BUSY or getattr(error, "sqlstate", None) == "55P03"
+
+
 def _advice(error: Any) -> str:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if _is_locked(error):
+        return "another process keeps it locked; see which one has it open"
     if code == sqlite3.SQLITE_FULL or getattr(error, "sqlstate", None) == "53100":
         return "the disk is full; make room and run the same command again"
-    if code == sqlite3.SQLITE_BUSY or getattr(error, "sqlstate", None) == "55P03":
-        return f"another process has kept it locked for {LOCK_WAIT_SECONDS} s; see which one has it open"
     return _first_line(error)
 
 

@@ -66,7 +66,7 @@ class Driver:
         self._stop = asyncio.Event()
         self._stop_because = ""
         self._learner_holds = -1  # the update whose weights the learner has; -1: none, or in doubt
-        self._pool_started = False
+        self._pool_starting: asyncio.Task[None] | None = None  # once for all learner tries
         self._tries = 0  # learner tries since the last update
 
     # -- from outside ---------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Driver:
     async def _still(self, *tasks: asyncio.Task[Any]) -> None:
         """End everything that could still decide something. Idempotent."""
         self._feeder.paused = True
-        await cancel(*tasks)
+        await cancel(*tasks, self._pool_starting)
         await self._publisher.close()
         self._keeper.abandon()
 
@@ -183,17 +183,13 @@ class Driver:
         parts, state = self._parts, self._journal.state
         rows = await self._journal.read_all()
         options = parts.config
-        beside = "" if self._pool_started else f" and {counted(options.rollout.workers, 'rollout worker')}"
-        parts.waiting(f"building {counted(options.learner.ranks, 'learner rank')}{beside}")
-        starting = [asyncio.ensure_future(parts.learner.start(rows, state.learner_try))]
-        pool = None if self._pool_started else asyncio.ensure_future(parts.pool.start())
-        try:
-            (ready,) = await asyncio.gather(*starting)
-            if pool is not None:
-                await pool
-                self._pool_started = True
-        finally:
-            await cancel(*starting, pool)
+        ranks, workers = counted(options.learner.ranks, "learner rank"), ""
+        if self._pool_starting is None:
+            workers = f" and {counted(options.rollout.workers, 'rollout worker')}"
+            self._pool_starting = asyncio.ensure_future(parts.pool.start())
+        parts.waiting(f"building {ranks}{workers}")
+        ready = await parts.learner.start(rows, state.learner_try)
+        await asyncio.shield(self._pool_starting)  # it goes on when the learner is lost meanwhile
         if ready.state_digest != fold(rows).digest():
             raise RunFailedError(
                 "learner ranks folded the log to another state than the driver", update=state.updates

@@ -9,16 +9,20 @@ on a state that an append under way is about to change.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from ..statemachine.crashpoints import crashpoint
-from ..statemachine.errors import IllegalEvent, SurefootError
+from ..statemachine.errors import IllegalEvent, LogError, SurefootError
 from ..statemachine.events import Event
 from ..statemachine.log import EventLog, EventRow, RunHead, build_rows
 from ..statemachine.phases import Phases, destination
 from ..statemachine.state import RunState
+
+PARTING_SECONDS = 5.0
+"""For a log that has failed already to let go of the run."""
 
 T = TypeVar("T")
 Listener = Callable[[EventRow, Event, RunState], None]
@@ -155,9 +159,17 @@ class Journal:
         self.log.hurry(seconds)
 
     async def release(self) -> None:
-        """Close the run: the next driver need not ask who lives."""
+        """Close the run: the next driver need not ask who lives, nor whoever watches wait.
+
+        After a failed append it is tried as well, for a moment and whatever comes of it: the program that
+        this driver was part of may live on.
+        """
         async with self._lock:
             if self._broken is None:
+                await self._blocking(self.log.release, self.run_id, self.incarnation)
+                return
+            self.log.hurry(PARTING_SECONDS)
+            with contextlib.suppress(LogError):
                 await self._blocking(self.log.release, self.run_id, self.incarnation)
 
 

@@ -281,6 +281,7 @@ def _outcome_if_over(place: Place, prepared: Prepared, take_over: bool) -> Outco
             head = log.head(place.run)
     except RunUnknown:  # killed between the making of its database and its first event
         place.refuse_another_runs_log()
+        _refuse_leftovers(place, prepared.config)  # or its log was lost, and only the empty file is left
         return None
     config_changes(place.run, _created(state), prepared)
     if state.closed:

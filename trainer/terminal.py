@@ -78,6 +78,7 @@ async def _drive(
             ) as run:
                 driving.append(run)
                 outcome = asyncio.ensure_future(run.outcome())
+                outcome.add_done_callback(_look_at)  # preempt() raises the same, and is asked first
                 stop = asyncio.ensure_future(asked.wait())
                 await asyncio.wait({outcome, stop}, return_when=asyncio.FIRST_COMPLETED)
                 stop.cancel()
@@ -90,6 +91,12 @@ async def _drive(
             if driving:  # the signal came as the start ended: leaving has stopped the run in order
                 return await driving[0].outcome()
             return Outcome(Phase.PREEMPTED, 0, 0, 0, "was asked to stop before it had begun: run it again")
+
+
+def _look_at(task: asyncio.Task[Outcome]) -> None:
+    """Take the error of a task that nobody may await, so that asyncio does not print it as unseen."""
+    if not task.cancelled():
+        task.exception()
 
 
 @contextmanager

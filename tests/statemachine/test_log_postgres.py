@@ -224,15 +224,12 @@ def test_a_process_about_to_end_is_not_patient(postgres_url: str, postgres: Serv
         assert reader.head("a").head_seq == 2
 
 
-def test_the_wait_for_a_driver_frozen_in_a_transaction_has_an_end(
-    postgres_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(database, "LOCK_WAIT_SECONDS", 1)
-    with closing(open_log(postgres_url, migrate=True)) as log:
+def test_the_wait_for_a_driver_frozen_in_a_transaction_has_an_end(postgres_url: str) -> None:
+    with closing(open_log(postgres_url, migrate=True, patience_seconds=1.5)) as log:
         head = log.create("a", FIRST, HERE)
         with psycopg.connect(postgres_url) as frozen:
             frozen.execute("SELECT * FROM runs WHERE run_id = 'a' FOR UPDATE")
-            with pytest.raises(LogUnavailable, match="another process has kept it locked"):
+            with pytest.raises(LogUnavailable, match="another process keeps it locked"):
                 log.append("a", 2, 1, rows_after(head, note("blocked")))
         append(log, "a", note("free"))
         assert texts(list(log.read("a"))) == ["free"]

@@ -233,6 +233,24 @@ def test_a_disk_that_takes_no_more_bytes_stops_the_append_and_leaves_the_log_who
         assert len(list(reader.read("a"))) == 2 + kept + 1
 
 
+@pytest.mark.parametrize("asked_to_end", [False, True])
+def test_the_wait_for_another_process_in_a_transaction_has_an_end(
+    sqlite_url: str, asked_to_end: bool
+) -> None:
+    """That of its patience, or of the time that a driver asked to stop still has."""
+    with closing(open_log(sqlite_url, migrate=True, patience_seconds=3600.0 if asked_to_end else 1.5)) as log:
+        head = log.create("a", FIRST, HERE)
+        rows = rows_after(head, note("blocked"))
+        if asked_to_end:
+            log.hurry(1.5)
+        with closing(sqlite3.connect(path_of(sqlite_url), isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(LogUnavailable, match="another process keeps it locked"):
+                log.append("a", 2, 1, rows)
+        log.append("a", 2, 1, rows)
+        assert texts(list(log.read("a"))) == ["blocked"]
+
+
 def test_a_commit_does_not_make_the_write_ahead_log_longer(log: SqlLog, sqlite_url: str) -> None:
     """A longer file needs the filesystem's own journal to be synced as well."""
     wal = path_of(sqlite_url + "-wal")
