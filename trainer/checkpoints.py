@@ -129,6 +129,13 @@ class Checkpoints:
         except msgspec.DecodeError as error:  # of a version that this one does not know
             raise _unusable(path, MANIFEST, f"cannot be read: {error}") from error
 
+    def head_seq(self, path: str) -> int | None:
+        """The log's last event as a checkpoint, which no event may name, was taken; None if it is not whole."""
+        try:
+            return msgspec.json.decode(self._read(path, MANIFEST), type=Manifest).head_seq
+        except (CheckpointUnusable, msgspec.DecodeError):
+            return None
+
     def verify(self, path: str, files: Sequence[ManifestFile]) -> None:
         """Compare files with what the manifest says of them. Raises CheckpointUnusable, naming one."""
         for file in files:

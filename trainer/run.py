@@ -13,12 +13,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..statemachine.errors import RunClosed, RunExists, RunUnknown, SurefootError, UserMistake
+from ..statemachine.errors import LogBroken, RunClosed, RunExists, RunUnknown, SurefootError, UserMistake
 from ..statemachine.events import Event
 from ..statemachine.liveness import DriverIdentity, lives
 from ..statemachine.log import EventLog, EventRow, RunHead, chained, driver_of, take_reason
 from ..statemachine.sqllog import open_log
 from ..statemachine.state import RunState, fold
+from .checkpoints import Checkpoints
 from .config import Config, load_config
 from .driver import Driver
 from .journal import Journal, Listener
@@ -184,7 +185,7 @@ class Run(Watched):
         from .metrics import MetricsWriter
 
         session = await stack.enter_async_context(ray_session(self.prepared.config))
-        log, head = await threads.log(_claim, self.place, self.prepared, take_over, accept_divergence)
+        log, head = await _claimed(threads, self.place, self.prepared, take_over, accept_divergence)
         stack.push_async_callback(threads.log, log.close)
         rows = await threads.log(lambda: list(chained(log.read(self.name))))
         self._journal = Journal(log, head, fold(rows), blocking=threads.log)
@@ -275,6 +276,7 @@ def _outcome_if_over(place: Place, prepared: Prepared, take_over: bool) -> Outco
     if not place.exists():
         _refuse_leftovers(place, prepared.config)
         return None
+    names = Checkpoints(place.storage_url(prepared.config)).names()  # before the log, which names them later
     try:
         with place.reading() as log:
             state = fold(chained(log.read(place.run)))
@@ -286,14 +288,30 @@ def _outcome_if_over(place: Place, prepared: Prepared, take_over: bool) -> Outco
     config_changes(place.run, _created(state), prepared)
     if state.closed:
         return outcome_of(state, already=True)
+    _refuse_older_log(place, prepared.config, state, names)
     take_reason(head, ask=take_over, lives=lives)  # raises RunInUse; the transaction later decides
     return None
+
+
+def _refuse_older_log(place: Place, config: Config, state: RunState, names: Sequence[str]) -> None:
+    """Refuse a log that ends before a checkpoint beside it was taken: an older copy, or one that has lost its
+    write-ahead log. What it does not name would be deleted, and trained again from what it does."""
+    checkpoints = Checkpoints(place.storage_url(config))
+    kept = {checkpoint.path for checkpoint in state.checkpoints.values()}
+    for path in names:
+        if path not in kept and (seq := checkpoints.head_seq(path) or 0) > state.seq:
+            raise LogBroken(
+                f"the log of run {place.run!r} ends with event {state.seq}, but checkpoint {path} was taken "
+                f"at its event {seq}: the log is an older copy; put the newer one back, with its -wal file "
+                "if there is one, or start another run with --new",
+                run=place.run,
+                seq=state.seq,
+            )
 
 
 def _refuse_leftovers(place: Place, config: Config) -> None:
     """Refuse to begin a run where files of one lie whose log is gone: it would silently start from 0."""
     from ..rollout.store import FsspecGroupStore
-    from .checkpoints import Checkpoints
 
     storage = place.storage_url(config)
     found = len(Checkpoints(storage).names()), len(FsspecGroupStore(storage).names())
@@ -303,6 +321,20 @@ def _refuse_leftovers(place: Place, config: Config) -> None:
             f"run {place.run!r}: put its log back, or delete the folder, or choose another name",
             run=place.run,
         )
+
+
+async def _claimed(threads: Threads, *arguments: Any) -> tuple[EventLog, RunHead]:
+    """`_claim` on the log's thread, which goes on if this is cancelled: what it took is let go of then."""
+    claiming = asyncio.ensure_future(threads.log(_claim, *arguments))
+    try:
+        return await asyncio.shield(claiming)
+    except asyncio.CancelledError:
+        await asyncio.wait({claiming})
+        if not claiming.cancelled() and claiming.exception() is None:
+            log, head = claiming.result()
+            await threads.log(log.release, head.run_id, head.incarnation)
+            await threads.log(log.close)
+        raise
 
 
 def _claim(

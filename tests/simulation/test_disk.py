@@ -18,6 +18,7 @@ from surefoot.statemachine.audit import audit
 from surefoot.statemachine.crashpoints import watched
 from surefoot.statemachine.errors import LogBroken, LogUnavailable, RunFailedError, UserMistake
 from surefoot.statemachine.phases import Phase
+from surefoot.statemachine.sqllog import open_log
 from surefoot.trainer.places import Place
 from surefoot.trainer.run import _outcome_if_over
 
@@ -117,6 +118,44 @@ def test_files_without_their_log_are_said_and_never_a_silent_start_from_0(
     with pytest.raises(UserMistake, match=r"holds .*has no run 'sim': put its log back"):
         world.run()
     assert not (world.place.folder / "log.db").exists()
+
+
+def test_a_log_that_has_lost_its_rows_with_its_write_ahead_log_is_no_new_run(world: FileWorld) -> None:
+    """While a run is young, log.db is empty and all that was written is in log.db-wal."""
+    crash_at(world, "checkpoint.committed", 1)
+    world.log.close()
+    for path in world.place.folder.glob("log.db*"):
+        path.unlink()
+    open_log(world.place.log_url, migrate=True).close()
+    before = sorted(world.place.folder.rglob("*/*"))
+    with pytest.raises(UserMistake, match=r"holds .*has no run 'sim': put its log back"):
+        world.run()
+    assert before and sorted(world.place.folder.rglob("*/*")) == before
+
+
+def test_an_older_copy_of_a_log_is_refused_before_what_it_does_not_name_is_deleted(world: FileWorld) -> None:
+    crash_at(world, "update.committed", 2)
+    ended = world.state().seq
+    with closing(sqlite3.connect(":memory:")) as copy:
+        with closing(sqlite3.connect(world.place.folder / "log.db")) as log:
+            log.backup(copy)
+        crash_at(world, "checkpoint.committed", 1)
+        (path,) = (checkpoint.path for checkpoint in world.state().checkpoints.values())
+        world.log.close()
+        for file in world.place.folder.glob("log.db*"):
+            file.unlink()
+        with closing(sqlite3.connect(world.place.folder / "log.db")) as log:
+            copy.backup(log)
+    again = FileWorld(world.place.runs_dir, CONFIG)
+    with pytest.raises(LogBroken, match=rf"ends with event {ended}, but checkpoint {path} .* older copy"):
+        again.run()
+    assert again.checkpoint_file(path, "manifest.json").exists()
+    assert look(world.place, "SELECT incarnation FROM runs") == [(1,)]
+
+
+def look(place: Place, query: str) -> list[tuple[object, ...]]:
+    with closing(sqlite3.connect(place.folder / "log.db")) as log:
+        return log.execute(query).fetchall()
 
 
 # group files
