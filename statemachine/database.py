@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import socket
 import sqlite3
 import time
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class Database(msgspec.Struct, frozen=True):
     reader: Engine
     writer: Engine | None
     begin: str | None  # how a writing transaction begins, if not by itself
+    cut: Callable[[Any], None] | None  # ends a connection's wait for a server that is there and silent
     impatient: str  # what makes a connection wait for a lock no longer than LOCK_TRY_SECONDS
 
     def close(self) -> None:
@@ -86,7 +88,7 @@ def _open_postgresql(url: URL, *, writable: bool) -> Database:
         isolation_level="READ COMMITTED",  # a locked row is read as its last writer left it
         pool_pre_ping=True,
         connect_args={
-            "connect_timeout": 10,
+            "connect_timeout": 5,
             "application_name": "surefoot",
             "keepalives_idle": 10,
             "keepalives_interval": 5,
@@ -101,7 +103,17 @@ def _open_postgresql(url: URL, *, writable: bool) -> Database:
     event.listen(engine, "connect", set_up)
     name = url.render_as_string(hide_password=True)
     impatient = f"SET lock_timeout = '{LOCK_TRY_SECONDS}s'"
-    return Database(name, engine, engine if writable else None, None, impatient)
+    return Database(name, engine, engine if writable else None, None, _cut_off, impatient)
+
+
+def _cut_off(connection: Any) -> None:
+    """End a connection under whoever waits for its answer: for a server that was stopped, not ended, the
+    kernel still acknowledges everything. May be called from any thread."""
+    with (
+        contextlib.suppress(Exception),  # one that is gone already needs no end
+        socket.socket(fileno=os.dup(connection.fileno())) as its,
+    ):
+        its.shutdown(socket.SHUT_RDWR)
 
 
 def _set_up_postgresql(connection: Any, writable: bool) -> None:
@@ -137,7 +149,7 @@ def _open_sqlite(path: Path, *, writable: bool) -> Database:
         )
     reader = _sqlite_engine(lambda: _connect_reader(path), "BEGIN")
     impatient = f"PRAGMA busy_timeout = {1000 * LOCK_TRY_SECONDS}"
-    return Database(str(path), reader, writer, _IMMEDIATE, impatient)
+    return Database(str(path), reader, writer, _IMMEDIATE, None, impatient)
 
 
 def _sqlite_engine(connect: Callable[[], sqlite3.Connection], begin: str) -> Engine:

@@ -11,8 +11,8 @@ import math
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any, TypeVar
 
 from sqlalchemy import PoolProxiedConnection
@@ -94,6 +94,7 @@ class SqlLog:
         self._database = database
         self._patience_seconds = patience_seconds
         self._gives_up_at = math.inf  # by the monotonic clock, however patient
+        self._asking: list[Any] = []  # connections that a server's answer is waited for on
         self._now = now
         self._lives = lives
         dialect: Any = database.reader.dialect
@@ -214,6 +215,8 @@ class SqlLog:
 
     def hurry(self, seconds: float) -> None:
         self._gives_up_at = time.monotonic() + seconds
+        for connection in list(self._asking):
+            self._timer(connection, seconds).start()
 
     def release(self, run_id: str, incarnation: int) -> None:
         def work(cursor: Any) -> None:
@@ -297,11 +300,12 @@ class SqlLog:
         with self._lock:
             cursor = self._cursor or self._connect_to_write()
             try:
-                if self._database.begin is not None:
-                    cursor.execute(self._database.begin)
-                done = work(cursor)
-                cursor.connection.commit()
-                return done
+                with self._bounded(cursor.connection):
+                    if self._database.begin is not None:
+                        cursor.execute(self._database.begin)
+                    done = work(cursor)
+                    cursor.connection.commit()
+                    return done
             except BaseException:
                 try:
                     cursor.connection.rollback()
@@ -326,11 +330,35 @@ class SqlLog:
     def _look_once(self, work: Callable[[Any], T]) -> T:
         with closing(self._database.reader.raw_connection()) as connection:
             try:
-                with closing(connection.cursor()) as cursor:
+                with closing(connection.cursor()) as cursor, self._bounded(cursor.connection):
                     return work(cursor)
             except self._driver.Error:
                 connection.invalidate()
                 raise
+
+    @contextmanager
+    def _bounded(self, connection: Any) -> Generator[None]:
+        """A bound on what one try may wait for a server that says nothing at all."""
+        if self._database.cut is None:
+            yield
+            return
+        timer = self._timer(connection, min(self._patience_seconds, self._gives_up_at - time.monotonic()))
+        self._asking.append(connection)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self._asking.remove(connection)
+
+    def _timer(self, connection: Any, seconds: float) -> threading.Timer:
+        def cut() -> None:
+            if connection in self._asking and self._database.cut is not None:
+                self._database.cut(connection)
+
+        timer = threading.Timer(max(0.0, seconds), cut)
+        timer.daemon = True
+        return timer
 
     def _patiently(self, once: Callable[[Callable[[Any], T]], T], work: Callable[[Any], T]) -> T:
         """Try until it is done or refused, or until patience with a server that is away runs out."""

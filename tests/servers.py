@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import psycopg
 
 
@@ -44,6 +45,20 @@ class Server:
 
     def start(self) -> None:
         self._server.ensure_postgres_running()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Stopped in the middle of whatever it does, as on a machine that hangs: there, and silent."""
+        number = (Path(self._server.pgdata) / "postmaster.pid").read_text().split()[0]
+        postmaster = psutil.Process(int(number))
+        processes = [postmaster, *postmaster.children(recursive=True)]
+        for process in processes:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in processes:
+                process.resume()
 
     def close(self) -> None:
         self._server.cleanup()

@@ -130,7 +130,7 @@ class Checkpoints:
             raise _unusable(path, MANIFEST, f"cannot be read: {error}") from error
 
     def head_seq(self, path: str) -> int | None:
-        """The log's last event as a checkpoint, which no event may name, was taken; None if it is not whole."""
+        """The log's last event as a checkpoint, named by it or not, was taken; None if it is not whole."""
         try:
             return msgspec.json.decode(self._read(path, MANIFEST), type=Manifest).head_seq
         except (CheckpointUnusable, msgspec.DecodeError):

@@ -46,6 +46,7 @@ T = TypeVar("T")
 
 OBJECT_STORE_BYTES = 400 * 1024 * 1024  # shared memory, taken as it fills; Ray spills to disk beyond it
 FREE_WAIT_SECONDS = 10.0  # for what a run before this one is about to give back
+CALL_SECONDS = 120.0  # for one call that may block; weights of many gigabytes take a while
 LEAVE_SECONDS = 20.0  # for Ray's own shutdown
 GIVE_UP_SECONDS = 10.0  # for a start of Ray that nobody wants any more to end
 
@@ -98,8 +99,8 @@ class RaySession:
                 leaving.result()
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Make a call to Ray that may block, on the session's thread."""
-        return await asyncio.wrap_future(self._host.submit(functools.partial(function, *args)))
+        """Make a call to Ray that may block, on the session's thread. Raises TimedOut."""
+        return await _answer(self._host.submit(functools.partial(function, *args)), function)
 
     @property
     def node(self) -> str:
@@ -109,12 +110,13 @@ class RaySession:
         return ray.get_runtime_context().get_node_id()
 
     async def draining(self) -> frozenset[str]:
-        """Ray's ids of the nodes that are being drained. Raises RunFailedError if the cluster cannot say."""
+        """Ray's ids of the nodes that are being drained. Raises RunFailedError if the cluster cannot say,
+        TimedOut. Asked on a thread of its own, so that a cluster that hangs here holds up nothing else."""
         from ray._private.state import state  # Ray's own trainer asks here; there is no public way
         from ray.exceptions import RayError
 
         try:
-            return frozenset(await self.call(state.get_draining_nodes))
+            return frozenset(await _answer(_aside(state.get_draining_nodes), state.get_draining_nodes))
         except (RayError, RuntimeError) as error:
             raise RunFailedError(f"the Ray cluster does not say which nodes it drains: {error}") from error
 
@@ -171,6 +173,36 @@ def kill_started() -> None:
     host = _Host.current
     if host is not None:
         kill(host._processes())
+
+
+async def _answer(future: Future[T], function: Callable[..., Any]) -> T:
+    """What the thread answers. Raises TimedOut: a cluster whose head hangs does not answer at all."""
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(future), CALL_SECONDS)
+    except TimeoutError:
+        if future.done() and not future.cancelled():
+            raise  # the call's own
+        what = getattr(function, "__name__", "a call").strip("_")
+        raise TimedOut(
+            f"Ray did not answer {what} within {CALL_SECONDS:g} s: see whether the head of its cluster lives",
+            waited_for=what,
+            seconds=CALL_SECONDS,
+        ) from None
+
+
+def _aside(function: Callable[[], T]) -> Future[T]:
+    """Run `function` on a thread made for it, which nobody waits for at the end."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+    threading.Thread(target=run, name="surefoot-ray-aside", daemon=True).start()
+    return future
 
 
 async def _to_the_end(future: asyncio.Future[Any], seconds: float) -> bool:

@@ -224,6 +224,36 @@ def test_a_process_about_to_end_is_not_patient(postgres_url: str, postgres: Serv
         assert reader.head("a").head_seq == 2
 
 
+@pytest.mark.parametrize("asked_to_end", [False, True])
+def test_a_server_that_hangs_is_not_waited_for_for_ever(
+    postgres_url: str, postgres: Server, asked_to_end: bool
+) -> None:
+    """It acknowledges what it is sent and answers nothing; then it goes on."""
+    log = open_log(postgres_url, migrate=True, patience_seconds=3600.0 if asked_to_end else 1.0)
+    head = log.create("a", FIRST, HERE)
+    rows = rows_after(head, note("in the end"))
+    refused: list[LogUnavailable] = []
+
+    def append_one() -> None:
+        try:
+            log.append("a", 2, 1, rows)
+        except LogUnavailable as error:
+            refused.append(error)
+
+    waiting = threading.Thread(target=append_one, daemon=True)
+    with postgres.frozen():
+        waiting.start()
+        if asked_to_end:
+            log.hurry(1.0)
+        waiting.join(timeout=30.0)
+        assert not waiting.is_alive() and len(refused) == 1
+    log.close()
+    again = open_log(postgres_url, migrate=True)
+    again.append("a", 2, 1, rows)
+    assert texts(list(again.read("a"))) == ["in the end"]
+    again.close()
+
+
 def test_the_wait_for_a_driver_frozen_in_a_transaction_has_an_end(postgres_url: str) -> None:
     with closing(open_log(postgres_url, migrate=True, patience_seconds=1.5)) as log:
         head = log.create("a", FIRST, HERE)
