@@ -152,9 +152,11 @@ class Files:
             finally:
                 os.close(descriptor)
             _sync(path.parent)
-        except BaseException:
+        except BaseException as error:
             with suppress(OSError):
                 os.unlink(path)
+            if isinstance(error, OSError) and error.filename is None:
+                raise OSError(error.errno, error.strerror, str(path)) from error  # which file, for people
             raise
 
     def _write_elsewhere(self, name: str, path: str, data: bytes, halfway: Callable[[], None] | None) -> None:

@@ -7,7 +7,18 @@ with exit code 2; everything else under `SurefootError` with exit code 1.
 
 from __future__ import annotations
 
+import errno
 from typing import Any
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def described(error: BaseException) -> str:
+    """What went wrong; for a full disk, which file, and the way out."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        file = f" for {error.filename}" if error.filename else ""
+        return f"the disk has no room{file} ({error.strerror}): make room and run the same command again"
+    return str(error) or type(error).__name__
 
 
 class SurefootError(Exception):

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from ..statemachine.errors import SurefootError, UserMistake
+from ..statemachine.errors import SurefootError, UserMistake, described
 from .places import RUNS
 
 FAILED, MISTAKE, PREEMPTED = 1, 2, 75
@@ -312,7 +312,9 @@ def _report(error: BaseException) -> int:
     elif isinstance(error, KeyboardInterrupt):
         message, code = "interrupted", 130
     else:
-        message, code = f"{type(error).__name__}: {error} (--debug shows where)", FAILED
+        message, code = described(error), FAILED
+        if message == str(error):
+            message = f"{type(error).__name__}: {message} (--debug shows where)"
     print(f"surefoot: {' '.join(message.split())}", file=sys.stderr)
     return code
 

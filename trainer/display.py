@@ -28,6 +28,9 @@ WINDOW_UPDATES = 20
 """Rates are of the last updates: long enough to be steady, short enough to follow a change."""
 
 
+BAR_COLUMNS, NARROW_COLUMNS = 60, 70
+"""Of the panel: its bar, and the terminal on which figures stand one below the other."""
+
 FAILURES_SHOWN = 3
 """Failed attempts that have a line of their own between two updates; of the others there is a number."""
 
@@ -200,18 +203,25 @@ class Display:
             head.append(waiting)
         if not begun:
             return Group(*head)
-        table = Table.grid(padding=(0, 2))
-        for _ in range(4):
+        table, beside = Table.grid(padding=(0, 2)), 2 if self._console.width >= NARROW_COLUMNS else 1
+        for _ in range(2 * beside):
             table.add_column(no_wrap=True)
         figures = [("phase", progress.phase), *progress.figures()]
         if progress.held_out is not None:
             figures.append(("held-out", f"{progress.held_out[1]:.3f} (version {progress.held_out[0]})"))
-        for left in range(0, len(figures), 2):
+        for left in range(0, len(figures), beside):
             cells: list[Text] = []
-            for name, value in figures[left : left + 2]:
+            for name, value in figures[left : left + beside]:
                 cells += [Text(name, style="dim"), Text(value)]
             table.add_row(*cells)
-        bar = ProgressBar(total=max(1, progress.updates_total), completed=progress.updates, width=60)
+        bar = Table.grid()  # a bar by itself does not end its line
+        bar.add_row(
+            ProgressBar(
+                total=max(1, progress.updates_total),
+                completed=progress.updates,
+                width=min(BAR_COLUMNS, self._console.width),
+            )
+        )
         return Group(*head, bar, table)
 
 

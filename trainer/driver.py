@@ -31,6 +31,7 @@ from ..statemachine.errors import (
     RunFailedError,
     SurefootError,
     WrongSeq,
+    described,
 )
 from ..statemachine.phases import Phase
 from ..statemachine.state import RunState, fold
@@ -250,7 +251,8 @@ class Driver:
             if isinstance(decision, Blocked):
                 raise RunFailedError(
                     f"prompt {decision.prompt_index} failed {decision.failures} times "
-                    f"(rollout.max_attempts = {self._parts.config.rollout.max_attempts}): {decision.error}",
+                    f"(rollout.max_attempts = {self._parts.config.rollout.max_attempts}): {decision.error}; "
+                    "put that right, and run the same command again",
                     prompt_index=decision.prompt_index,
                 )
             if not isinstance(decision, Waiting):
@@ -414,7 +416,7 @@ class Driver:
             return [
                 ev.RunFailed(
                     code=error.code if isinstance(error, SurefootError) else type(error).__name__,
-                    error=str(error) or type(error).__name__,
+                    error=described(error),
                     updates=state.updates,
                     optimizer_steps=state.optimizer_steps,
                     facts={

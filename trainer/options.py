@@ -85,7 +85,10 @@ class DataOptions(Section):
         "with `prompt` and `answer` columns; a prompt is a string or a list of chat messages.",
     )
     size: int | None = Field(
-        default=None, ge=1, description="Rows to generate (prompts). Generated tasks only, and needed there."
+        default=None,
+        ge=1,
+        le=10_000_000,
+        description="Rows to generate (prompts). Generated tasks only, and needed there.",
     )
     options: dict[str, JsonValue] = Field(
         default_factory=dict,
@@ -338,7 +341,7 @@ class EvalOptions(Section):
         ge=1,
         description="Updates between two evaluations, at the next publication; unset: none at all.",
     )
-    size: int = Field(default=128, ge=1, description="Rows of one evaluation (prompts).")
+    size: int = Field(default=128, ge=1, le=100_000, description="Rows of one evaluation (prompts).")
     source: str | None = Field(
         default=None,
         min_length=1,

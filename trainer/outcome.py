@@ -31,7 +31,9 @@ def outcome_of(state: RunState, already: bool = False) -> Outcome:
     message = {
         Phase.COMPLETED: f"completed: {state.updates} updates, {state.optimizer_steps} optimizer steps",
         Phase.STOPPED: f"stopped short at update {state.updates}: {getattr(end, 'because', '')}",
-        Phase.PREEMPTED: f"preempted at update {state.updates}: {getattr(end, 'because', '')}",
+        Phase.PREEMPTED: (
+            f"preempted at update {state.updates}: {getattr(end, 'because', '')}; start it again to go on"
+        ),
         Phase.FAILED: f"failed at update {state.updates}: {getattr(end, 'error', '')}",
     }.get(
         state.phase, f"not ended, in phase {state.phase} at update {state.updates}; start it again to go on"

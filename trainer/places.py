@@ -6,6 +6,7 @@ With a shared database the log is there instead, and the folder holds the rest.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,7 +75,13 @@ class Place:
         """Refuse a place where the run's folder cannot be made, before it is made. Raises UserMistake."""
         for path in (self.folder, *self.folder.parents):
             if path.is_dir():
-                return
+                if os.access(path, os.W_OK | os.X_OK):
+                    return
+                raise UserMistake(
+                    f"run {self.run!r} cannot have its folder in {self.runs_dir}: {path} cannot be written "
+                    "to; name another folder with --runs-dir",
+                    run=self.run,
+                )
             if path.exists():
                 raise UserMistake(
                     f"run {self.run!r} cannot have its folder in {self.runs_dir}: {path} is a file; name "

@@ -113,7 +113,7 @@ def prepare(config: Config, rows: Rows | None = None, reward: Callable[..., Any]
         budget=budget,
         digests=digests,
         objects=objects,
-        warnings=list(_warnings(config, budget)),
+        warnings=list(_warnings(config, budget, eval_data)),
     )
 
 
@@ -280,7 +280,12 @@ def _refuse_long_rows(config: Config, data: LoadedData) -> None:
         )
 
 
-def _warnings(config: Config, budget: BudgetResolved) -> Iterator[str]:
+def _warnings(config: Config, budget: BudgetResolved, eval_data: LoadedData | None) -> Iterator[str]:
+    if eval_data is not None and len(eval_data.rows) < config.eval.size:
+        yield (
+            f"eval.size = {config.eval.size}, and eval.source has {len(eval_data.rows)} rows whose prompt is "
+            "not in training: an evaluation is of those"
+        )
     workers, ranks = config.rollout.workers, config.learner.ranks
     slots = local_slots(config.cluster.slots)
     if config.cluster.address is None and workers + ranks > slots:

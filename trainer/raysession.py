@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import functools
 import queue
+import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -46,6 +47,7 @@ T = TypeVar("T")
 
 OBJECT_STORE_BYTES = 400 * 1024 * 1024  # shared memory, taken as it fills; Ray spills to disk beyond it
 FREE_WAIT_SECONDS = 10.0  # for what a run before this one is about to give back
+CONNECT_SECONDS = 10.0  # for the head of a cluster that is to be joined
 CALL_SECONDS = 120.0  # for one call that may block; weights of many gigabytes take a while
 LEAVE_SECONDS = 20.0  # for Ray's own shutdown
 GIVE_UP_SECONDS = 10.0  # for a start of Ray that nobody wants any more to end
@@ -351,6 +353,16 @@ class _Host:
         self.started_here = True
 
     def _join(self, address: str) -> None:
+        host, colon, port = address.rpartition(":")
+        if colon and port.isdecimal() and "/" not in host:  # Ray itself would try for a minute, aloud
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+            except (OSError, OverflowError) as error:
+                raise ConfigRefused(
+                    f"cluster.address = {address}: nothing answers there ({error}): start the cluster, or "
+                    "correct the address",
+                    key="cluster.address",
+                ) from error
         import ray
 
         with environment({}), signals():

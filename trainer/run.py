@@ -342,7 +342,14 @@ def _claim(
 ) -> tuple[EventLog, RunHead]:
     """Create the run or take it over. The folder appears only now."""
     if place.db is None:
-        place.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            place.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserMistake(
+                f"run {place.run!r} cannot have its folder in {place.runs_dir}: {error}; name another folder "
+                "with --runs-dir",
+                run=place.run,
+            ) from error
     log = open_log(place.log_url, migrate=True)
     try:
         identity = DriverIdentity.here()

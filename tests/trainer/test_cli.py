@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 
 from surefoot.rollout.store import FsspecGroupStore
 from surefoot.statemachine import events as ev
+from surefoot.statemachine.errors import UserMistake
 from surefoot.statemachine.liveness import DriverIdentity
 from surefoot.statemachine.log import EventRow, build_rows
 from surefoot.statemachine.sqllog import open_log
@@ -215,6 +217,29 @@ def test_an_error_that_is_no_mistake_is_one_line_and_exit_code_1(
     assert "No space left on device" in error
 
 
+def test_a_full_disk_is_said_with_the_way_out(
+    shell: Shell, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/a/groups/g0001-0000001.msgpack")
+
+    monkeypatch.setattr("surefoot.trainer.plan.prepare", full)
+    code, _, error = shell("plan", "sums.toml")
+    assert (code, error.count("\n")) == (1, 1)
+    assert "g0001-0000001.msgpack" in error and "make room and run the same command again" in error
+
+
+def test_a_folder_of_runs_that_cannot_be_written_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked of the operating system, as the administrator may write anywhere but to what is mounted so."""
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(UserMistake, match=r"cannot be written to; name another folder with --runs-dir"):
+        Place("a", tmp_path / "new").refuse_unusable()
+    monkeypatch.undo()
+    Place("a", tmp_path / "new").refuse_unusable()
+
+
 # -- runs -----------------------------------------------------------------------------------------------
 
 
@@ -330,7 +355,7 @@ def test_runs_marks_a_run_that_nobody_drives_and_writes_nothing(shell: Shell, tm
     way_out = "; the same `surefoot train` goes on with it"
     assert out.splitlines()[-4:] == [
         f"run dead: its driver is dead, and left no end in the log{way_out}",
-        "run ended: preempted at update 1: asked",
+        "run ended: preempted at update 1: asked; start it again to go on",
         f"run left: its driver has left it, without an end in the log{way_out}",
         f"run silent: its driver, on another machine, has been silent for too long{way_out}",
     ]

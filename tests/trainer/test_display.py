@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 
+import pytest
 from rich.console import Console
 
 from surefoot.statemachine import events as ev
@@ -116,6 +117,22 @@ def test_a_run_that_was_refused_leaves_no_panel_behind() -> None:
     assert shown(Story().began(), terminal=True).endswith(
         "\x1b[?25h"
     )  # and those of a run that began are not
+
+
+@pytest.mark.parametrize("width", [120, 80, 50])
+def test_the_panel_has_each_figure_whole_on_any_terminal(width: int) -> None:
+    story, state = Story().began().updated(reward=0.125).updated(reward=0.125), RunState()
+    out = io.StringIO()
+    display = Display("a", Console(file=out, force_terminal=True, color_system=None, width=width))
+    for row in story.rows:
+        event = state.apply(row)
+        display.progress.take(row, event, state)
+    Console(file=out, width=width, color_system=None).print(display._panel())
+    lines = out.getvalue().splitlines()
+    assert set(lines[1].strip()) <= set("━╸╺ ")  # the bar has its line to itself
+    shown = "\n".join(lines[2:])
+    for name, value in [("phase", "Rollout"), *display.progress.figures()]:
+        assert re.search(rf"\b{name} +{re.escape(value)}(  |$)", shown, re.MULTILINE), name
 
 
 def test_what_else_happens_is_said_in_a_line() -> None:

@@ -107,6 +107,14 @@ def test_of_many_learning_rates_the_text_shows_some_with_peak_and_ends() -> None
     assert len(shown) <= RATES_SHOWN + 1 and {0, 137, 9_999} <= set(shown)
 
 
+def test_fewer_held_out_rows_than_asked_for_are_said(base: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text('{"prompt": "a new one", "answer": "1"}\n')
+    (warning,) = planned(
+        base, "eval.every_updates=1", f"eval.source={tmp_path / 'held.jsonl'}", "eval.size=9"
+    ).warnings
+    assert "eval.size = 9" in warning and "has 1 rows" in warning
+
+
 def test_a_plan_of_a_great_many_optimizer_steps_takes_no_longer(base: dict[str, Any]) -> None:
     """Rates that are not shown are not made: a hundred million of them take minutes."""
     prepared = planned(base, "data.epochs=60000000")

@@ -1,14 +1,15 @@
-"""A Ray that does not answer is not waited for for ever, and holds up nothing but who asked it. Without Ray."""
+"""A Ray that does not answer is not waited for for ever, and holds up nobody else; without Ray."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from surefoot.statemachine.errors import TimedOut
+from surefoot.statemachine.errors import ConfigRefused, TimedOut
 from surefoot.trainer import raysession
 from surefoot.trainer.raysession import RaySession
 
@@ -40,6 +41,13 @@ async def test_a_call_that_runs_into_a_bound_of_its_own_says_so_itself() -> None
 
     with pytest.raises(TimeoutError, match="its own"):
         await RaySession(raysession._Host()).call(call)
+
+
+def test_a_cluster_that_is_not_there_is_refused_by_its_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(ConfigRefused, match=rf"cluster.address = {address}: nothing answers there"):
+        raysession._Host()._join(address)
 
 
 async def test_asking_which_nodes_drain_holds_up_no_other_call(hangs: threading.Event) -> None:
