@@ -180,10 +180,17 @@ class StandInPool:
         ):
             self._fail(request, IssueReason.FAILED, f"the reward raised on prompt {request.prompt_index}")
         else:
-            done = GroupDone(worker=0, group=make_group(world, request, weights), seconds=1.0)
-            self._queue.put_nowait(done)
+            self.answer(request, weights)
             if once == "repeated" or draw.random() < faults.answer_repeats:
-                self._queue.put_nowait(done)
+                self.answer(request, weights)
+
+    def answer(self, request: GroupRequest, weights: Published | None = None) -> None:
+        """A worker answers, whether or not anybody waits for it; with the served weights unless others are
+        given."""
+        weights = weights or self.weights
+        assert weights is not None
+        done = GroupDone(worker=0, group=make_group(self.world, request, weights), seconds=1.0)
+        self._queue.put_nowait(done)
 
     def _fail(self, request: GroupRequest, reason: IssueReason, error: str) -> None:
         self._queue.put_nowait(
@@ -297,7 +304,7 @@ class StandInLearner:
         assert self.state is not None and self.state.schedule is not None
         fold(rows, self.state)
         assert update == self.update_held + 1, f"update {update} follows {self.update_held}"
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(self.world.learner_seconds)
         self._check_alive()
         total = self.state.total
         per_update = total.minibatches * total.passes
