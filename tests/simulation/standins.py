@@ -127,7 +127,7 @@ class StandInPool:
         self.submitted: list[GroupRequest] = []
         self.drained: frozenset[str] = frozenset()
         self._queue: asyncio.Queue[Answer | None] = asyncio.Queue()
-        self._slots_lost = 0  # of workers that are being replaced
+        self.slots_lost = 0  # of workers that are being replaced
         self._replacing: set[asyncio.Task[None]] = set()
         self._under_way: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._loaded = asyncio.Event()
@@ -139,14 +139,14 @@ class StandInPool:
     def free_slots(self) -> int:
         config = self.world.config
         slots = config.rollout.workers * max(1, config.rollout.max_concurrent // config.batch.group_size)
-        free = slots - len(self._under_way) - self._slots_lost
+        free = slots - len(self._under_way) - self.slots_lost
         return 0 if self.weights is None else max(0, free)
 
     async def _replace(self, slots: int) -> None:
         """A worker's slots are gone until another has taken its place."""
-        self._slots_lost += slots
+        self.slots_lost += slots
         await asyncio.sleep(self.world.random.uniform(0.1, 10.0))
-        self._slots_lost -= slots
+        self.slots_lost -= slots
         self._queue.put_nowait(None)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
