@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from .world import World
 
 
+STARTS_LIKELIER = 5
+"""How much likelier ranks die while they are built than at another time: memory is short there."""
+
+
 def hashed(*parts: object) -> str:
     """A short digest of anything that prints exactly."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
@@ -123,7 +127,7 @@ class StandInPool:
         self.world = world
         self.weights: Published | None = None
         self.loaded: list[tuple[int, str]] = []
-        self.started_at_version: dict[tuple[int, int], int] = {}
+        self.is_up = False
         self.submitted: list[GroupRequest] = []
         self.drained: frozenset[str] = frozenset()
         self._queue: asyncio.Queue[Answer | None] = asyncio.Queue()
@@ -133,8 +137,10 @@ class StandInPool:
         self._loaded = asyncio.Event()
 
     async def start(self) -> None:
+        assert not self.is_up, "the workers were built a second time"
         self.world.require_budget()
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # cancelled here, it has built none
+        self.is_up = True
 
     def free_slots(self) -> int:
         config = self.world.config
@@ -165,7 +171,7 @@ class StandInPool:
         while self.weights is None or self.weights.version < request.admission_version:
             await self._loaded.wait()
         weights = self.weights
-        self.started_at_version[key] = weights.version
+        assert weights.version >= request.admission_version, f"{key} began on older weights"
         await asyncio.sleep(draw.uniform(0.5, 2.0) * (20 if draw.random() < faults.slow_group else 1))
         del self._under_way[key]
         once = faults.once.pop(0) if faults.once else ""
@@ -211,6 +217,7 @@ class StandInPool:
 
     async def publish(self, weights: Published) -> None:
         await asyncio.sleep(0.05)
+        assert self.weights is None or self.weights.version <= weights.version, "older weights were served"
         self.weights = weights
         self.loaded.append((weights.version, weights.digest))
         self._loaded.set()
@@ -280,15 +287,17 @@ class StandInLearner:
         self.state = fold(rows)
         assert self.state.budget is not None, "a rank was built before the budget was committed"
         self.weights, self.update_held, self._alive = hashed("initial"), 0, True
-        await asyncio.sleep(0.2)
+        for _ in range(2):  # workers, which are built meanwhile, are ready between the two
+            await asyncio.sleep(0.08)
+            self._check_alive(STARTS_LIKELIER)
         return LearnerReady(
             ranks=self.world.config.learner.ranks,
             fingerprint=dict(self.world.fingerprint),
             state_digest=self.state.digest(),
         )
 
-    def _check_alive(self) -> None:
-        if not self._alive or self.world.random.random() < self.world.faults.learner_dies:
+    def _check_alive(self, likelier: int = 1) -> None:
+        if not self._alive or self.world.random.random() < likelier * self.world.faults.learner_dies:
             self._alive = False
             raise LearnerGone("rank 0 died", learner_try=0, rank=0)
 

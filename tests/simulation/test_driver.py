@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from surefoot.rollout.protocols import GroupRequest
-from surefoot.statemachine.errors import RunClosed, RunFailedError
+from surefoot.statemachine.errors import LearnerGone, RunClosed, RunFailedError
 from surefoot.statemachine.events import AttemptFailed, UpdateApplied
 from surefoot.statemachine.log import EventRow
 from surefoot.statemachine.phases import Phase
@@ -18,7 +18,9 @@ from surefoot.trainer import feeder
 from surefoot.trainer.display import Progress, line_of
 from surefoot.trainer.driver import HEARTBEAT_SECONDS
 from surefoot.trainer.metrics import metrics_rows
+from surefoot.trainer.protocols import LearnerReady
 
+from .standins import StandInLearner
 from .world import Faults, World, small_config, trained
 
 
@@ -221,6 +223,25 @@ def test_workers_that_die_lose_no_group() -> None:
     assert world.run().exit_code == 0
     assert sorted(trained(world)) == list(range(16))
     assert len(world.events("WorkerReplaced")) >= 1
+
+
+def test_a_learner_lost_once_the_workers_are_built_costs_no_worker() -> None:
+    class DiesAtFirst(StandInLearner):
+        async def start(self, rows: Sequence[EventRow], learner_try: int) -> LearnerReady:
+            ready = await super().start(rows, learner_try)
+            assert world.pool.is_up
+            if learner_try == 1:
+                await self.close()
+                raise LearnerGone("rank 0 died", learner_try=1, rank=0)
+            return ready
+
+    world = World(data_len=16)
+    world.new_learner = lambda: DiesAtFirst(world)  # type: ignore[method-assign]
+    assert world.run().exit_code == 0  # the stand-in pool asserts that it is built once
+    assert trained(world) == list(range(16))
+    kinds = [row.type for row in world.rows()]
+    assert kinds[2:5] == ["BudgetResolved", "LearnerLost", "WorkersReady"]
+    assert [event.learner_try for event in world.events("WorkersReady")] == [2]
 
 
 def test_a_skipped_step_uses_its_place_in_the_schedule() -> None:
