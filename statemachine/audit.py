@@ -55,7 +55,7 @@ def audit(
 
     Never raises for what the log holds; an error of the database that is not about its rows goes through.
     """
-    auditor = _Auditor()
+    auditor = Auditor()
     try:
         auditor.take(rows)
     except LogError as error:
@@ -65,7 +65,9 @@ def audit(
     return auditor.report(folded() if folded is not None else None)
 
 
-class _Auditor:
+class Auditor:
+    """An audit that goes on: rows are taken as they come, and it may be asked in between."""
+
     def __init__(self) -> None:
         facts = self.facts = Facts()
         self.groups = groups = GroupAudit(facts)
@@ -189,6 +191,11 @@ class _Auditor:
                 self.seq,
                 f"incarnation {head.incarnation} holds the run, the last that began is {facts.incarnation}",
             )
+
+    def violations(self) -> list[str]:
+        """What does not hold so far, without the figures of a report."""
+        facts = self.facts
+        return [f"{name}: {facts.details(name)}" for name in CHECKS if facts.failed(name)]
 
     def report(self, folded: Folded | None = None) -> AuditReport:
         """The verdict on what has been taken."""

@@ -3,6 +3,8 @@
 `SUREFOOT_CRASHPOINT=name[:n[:stop]]` arms one: the n-th time (default the first) that the process reaches the
 place, it kills itself with SIGKILL, as an out-of-memory killer would; with `stop` it stops itself with
 SIGSTOP, so that a test can kill another process while this one stands there. Several are separated by commas.
+`SUREFOOT_CRASHPOINTS_REACHED=FILE` has every process add the name of each place that it reaches to a file, a
+line each, once a process.
 Every place is listed in `CRASHPOINTS`; reaching one that is not raises, so the list is the whole truth.
 """
 
@@ -50,6 +52,8 @@ CRASHPOINTS: dict[str, str] = {
 }
 
 _armed: dict[tuple[str, int], signal.Signals] = {}
+_noted_in = os.environ.get("SUREFOOT_CRASHPOINTS_REACHED", "")
+_noted: set[str] = set()
 _watchers: list[Callable[[str], None]] = []
 
 
@@ -70,6 +74,10 @@ def crashpoint(name: str) -> None:
     CRASHPOINTS[name]
     for watcher in _watchers:
         watcher(name)
+    if _noted_in and name not in _noted:
+        _noted.add(name)
+        with open(_noted_in, "a", encoding="utf-8") as file:
+            file.write(f"{name}\n")
     if not _armed:
         return
     _reached[name] = _reached.get(name, 0) + 1

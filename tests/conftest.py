@@ -9,6 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 
+def pytest_report_header() -> str:
+    from .faults.matrix import CASES_A_DAY, seed_of_the_day
+
+    return f"faults of the day: python -m tests.faults --count {CASES_A_DAY} --seed {seed_of_the_day()}"
+
+
 @pytest.fixture(scope="session")
 def ray_up() -> Iterator[None]:
     """One local Ray for all tests of this process that ask for it; their own sessions share it.

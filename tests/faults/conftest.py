@@ -1,4 +1,4 @@
-"""What several tests of real kills share: the run that nobody touched."""
+"""What several tests of real kills share: the run that nobody touched, and one that was resumed elsewhere."""
 
 from __future__ import annotations
 
@@ -14,4 +14,15 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> RealRun:
     folder = tmp_path_factory.mktemp("untouched")
     run = RealRun(make_small(folder), folder / "runs")
     assert run.live() == 0, run.output()
+    return run
+
+
+@pytest.fixture(scope="session")
+def resumed_elsewhere(untouched: RealRun, tmp_path_factory: pytest.TempPathFactory) -> RealRun:
+    """The same run killed as its fifth update is committed, and resumed on other ranks, workers and
+    micro-batches."""
+    run = RealRun(untouched.config, tmp_path_factory.mktemp("resumed"))
+    assert run.live(crashpoint="update.committed:5") == -9
+    elastic = ["learner.ranks=2", "learner.micro_batch_tokens=40", "rollout.workers=2"]
+    assert run.live(*(word for one in elastic for word in ("--set", one))) == 0, run.output()
     return run

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from surefoot.statemachine.audit import AuditReport, audit
-from surefoot.statemachine.errors import SurefootError
+from surefoot.statemachine.errors import RunUnknown
 from surefoot.statemachine.log import EventRow
 from surefoot.statemachine.state import RunState, fold
 from surefoot.trainer.places import Place
@@ -38,9 +38,14 @@ class RealRun:
     def _where(self) -> list[str]:
         return ["--runs-dir", str(self.runs_dir), *(["--db", self.db] if self.db else [])]
 
+    @property
+    def _reached(self) -> Path:
+        return self.runs_dir / f"{self.name}.reached"
+
     def start(self, *arguments: str, crashpoint: str | None = None) -> Life:
         """Begin a life: `surefoot train`, in a session of its own."""
         environment = {key: value for key, value in os.environ.items() if key != "SUREFOOT_CRASHPOINT"}
+        environment["SUREFOOT_CRASHPOINTS_REACHED"] = str(self._reached.absolute())
         if crashpoint is not None:
             environment["SUREFOOT_CRASHPOINT"] = crashpoint
         command = [
@@ -89,7 +94,7 @@ class RealRun:
                 return []
             with place.reading() as log:
                 return list(log.read(self.name))
-        except SurefootError:
+        except RunUnknown:  # its database is there before it is
             return []
 
     def state(self) -> RunState:
@@ -101,6 +106,10 @@ class RealRun:
     def output(self) -> str:
         """What all lives so far have printed."""
         return (self.runs_dir / f"{self.name}.out").read_text()
+
+    def reached(self) -> set[str]:
+        """The crash points that any process of any life so far has reached."""
+        return set(self._reached.read_text().split())
 
     def events(self, kind: str) -> list[Any]:
         return [row.event() for row in self.rows() if row.type == kind]

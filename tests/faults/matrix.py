@@ -11,6 +11,7 @@ import random
 import signal
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from surefoot.statemachine.crashpoints import CRASHPOINTS
@@ -28,6 +29,9 @@ AFTER_A_CRASH = ("log.taken_over", "redo.")
 
 NTH = {"update.begun": 3, "update.executed": 4, "update.committed": 2, "admit.after": 3, "group.stored": 4}
 """Where the first time would be too early to tell anything."""
+
+CASES_A_DAY = 2
+"""That are lived with the other tests."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,12 @@ def all_cases() -> list[Case]:
         for victim in (DRIVER, WORKER, RANK)
         if victim == DRIVER or not place.startswith((*BEFORE_WORKERS, "end.after", "workers.started"))
     ]
+
+
+@cache
+def seed_of_the_day() -> int:
+    """The seed of the cases that are lived with the other tests: another one every day."""
+    return int(time.time()) // 86_400
 
 
 def some_cases(seed: int, count: int) -> list[Case]:

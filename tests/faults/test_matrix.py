@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,19 @@ import pytest
 from surefoot.statemachine.crashpoints import CRASHPOINTS, crashpoint
 
 from .lives import RealRun
-from .matrix import all_cases, live_through, some_cases, table
+from .matrix import (
+    AFTER_A_CRASH,
+    BEFORE_WORKERS,
+    CASES_A_DAY,
+    NTH,
+    live_through,
+    seed_of_the_day,
+    some_cases,
+    table,
+)
 from .small import make_small
 
 ROOT = Path(__file__).parents[2]
-CASES = 2
 
 
 def test_every_place_in_the_code_is_registered_and_every_registered_place_is_in_the_code() -> None:
@@ -26,8 +33,9 @@ def test_every_place_in_the_code_is_registered_and_every_registered_place_is_in_
     assert found == set(CRASHPOINTS)
 
 
-def test_every_registered_place_is_in_the_matrix() -> None:
-    assert {case.place for case in all_cases()} == set(CRASHPOINTS)
+def test_what_the_matrix_says_of_places_is_said_of_registered_ones() -> None:
+    for begins in (*BEFORE_WORKERS, *AFTER_A_CRASH, *NTH):
+        assert any(place.startswith(begins) for place in CRASHPOINTS), begins
 
 
 def test_a_place_that_is_not_registered_cannot_be_reached() -> None:
@@ -38,10 +46,12 @@ def test_a_place_that_is_not_registered_cannot_be_reached() -> None:
 @pytest.mark.real
 @pytest.mark.timeout(900)
 def test_a_random_part_of_the_matrix_equals_the_run_that_nobody_touched(tmp_path: Path) -> None:
-    seed = int(time.time()) // 86_400
+    seed = seed_of_the_day()
+    again = f"python -m tests.faults --count {CASES_A_DAY} --seed {seed}"
+    print(again)  # for a case that raises
     untouched = RealRun(make_small(tmp_path / "small"), tmp_path / "untouched")
     assert untouched.live() == 0, untouched.output()
-    verdicts = [live_through(case, untouched, tmp_path / "runs") for case in some_cases(seed, CASES)]
-    said = f"python -m tests.faults --count {CASES} --seed {seed}\n{table(verdicts)}"
+    verdicts = [live_through(case, untouched, tmp_path / "runs") for case in some_cases(seed, CASES_A_DAY)]
+    said = f"{again}\n{table(verdicts)}"
     print(said)
     assert all(verdict.ok for verdict in verdicts), said

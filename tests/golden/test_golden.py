@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,12 @@ import pytest
 from surefoot.statemachine.audit import audit
 from surefoot.statemachine.events import EVENT_TYPES
 from surefoot.statemachine.log import verify_chain
+from surefoot.statemachine.schema import SCHEMA_REVISION, VERSION_TABLE
 from surefoot.statemachine.sqllog import open_log
 from surefoot.statemachine.state import fold
 
 FOLDER = Path(__file__).parent
+MIGRATIONS = FOLDER.parents[1] / "migrations" / "versions"
 VERSIONS = sorted(path.parent.name for path in FOLDER.glob("*/log.db"))
 
 
@@ -26,8 +30,24 @@ def golden(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[s
     return tmp_path / "log.db", json.loads((source / "facts.json").read_text())
 
 
+def asked(query: str) -> set[str]:
+    """What the golden databases answer, as they lie there."""
+    answers: set[str] = set()
+    for version in VERSIONS:
+        url = f"file:{FOLDER / version / 'log.db'}?mode=ro&immutable=1"
+        with closing(sqlite3.connect(url, uri=True)) as database:
+            answers |= {answer for (answer,) in database.execute(query)}
+    return answers
+
+
 def test_there_is_a_log_of_every_schema() -> None:
-    assert VERSIONS
+    revisions = {path.name.partition("_")[0] for path in MIGRATIONS.glob("[0-9]*.py")}
+    assert SCHEMA_REVISION in revisions
+    assert asked(f"SELECT version_num FROM {VERSION_TABLE}") == revisions
+
+
+def test_every_kind_of_event_is_in_a_log() -> None:
+    assert asked("SELECT DISTINCT type FROM events") == set(EVENT_TYPES)
 
 
 @pytest.mark.parametrize("upgraded", [False, True])

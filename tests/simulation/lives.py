@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from surefoot.statemachine.audit import audit
+from surefoot.statemachine.audit import Auditor, audit
 from surefoot.statemachine.crashpoints import watched
 from surefoot.statemachine.errors import FencedOut, RunFailedError, WrongSeq
 from surefoot.statemachine.log import EventRow
@@ -158,12 +158,17 @@ class Checker:
     def __init__(self, world: World) -> None:
         self.world = world
         self.state = RunState()
+        self.auditor = Auditor()
         self.commits = 0
 
     def catch_up(self) -> None:
-        """Fold what is new; the fold refuses what is not legal."""
-        for row in self.world.log.read(self.world.run_id, self.state.seq):
+        """Fold and audit what is new; the fold refuses what is not legal."""
+        rows = list(self.world.log.read(self.world.run_id, self.state.seq))
+        for row in rows:
             self.state.apply(row)
+        self.auditor.take(rows)
+        broken = self.auditor.violations()
+        assert not broken, "; ".join(broken)
 
     def committed(self, rows: Sequence[EventRow]) -> None:
         """After one commit: files come before the event that names them, and go after the one that retires
@@ -181,7 +186,7 @@ class Checker:
         assert fates["trained"] == self.state.groups_trained
 
     def audited(self) -> None:
-        """The whole audit, from the raw rows."""
+        """The whole audit, from the raw rows, with the run's head."""
         report = audit(self.world.rows(), self.world.log.head(self.world.run_id))
         broken = [f"{check.id}: {check.detail}" for check in report.checks if not check.ok]
         assert report.ok, "; ".join(broken)

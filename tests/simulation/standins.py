@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from .world import World
 
 
+STARTS_LIKELIER = 5
+"""How much likelier ranks die while they are built than at another time: memory is short there."""
+
+
 def hashed(*parts: object) -> str:
     """A short digest of anything that prints exactly."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
@@ -123,30 +127,32 @@ class StandInPool:
         self.world = world
         self.weights: Published | None = None
         self.loaded: list[tuple[int, str]] = []
-        self.started_at_version: dict[tuple[int, int], int] = {}
+        self.is_up = False
         self.submitted: list[GroupRequest] = []
         self.drained: frozenset[str] = frozenset()
         self._queue: asyncio.Queue[Answer | None] = asyncio.Queue()
-        self._slots_lost = 0  # of workers that are being replaced
+        self.slots_lost = 0  # of workers that are being replaced
         self._replacing: set[asyncio.Task[None]] = set()
         self._under_way: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._loaded = asyncio.Event()
 
     async def start(self) -> None:
+        assert not self.is_up, "the workers were built a second time"
         self.world.require_budget()
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # cancelled here, it has built none
+        self.is_up = True
 
     def free_slots(self) -> int:
         config = self.world.config
         slots = config.rollout.workers * max(1, config.rollout.max_concurrent // config.batch.group_size)
-        free = slots - len(self._under_way) - self._slots_lost
+        free = slots - len(self._under_way) - self.slots_lost
         return 0 if self.weights is None else max(0, free)
 
     async def _replace(self, slots: int) -> None:
         """A worker's slots are gone until another has taken its place."""
-        self._slots_lost += slots
+        self.slots_lost += slots
         await asyncio.sleep(self.world.random.uniform(0.1, 10.0))
-        self._slots_lost -= slots
+        self.slots_lost -= slots
         self._queue.put_nowait(None)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -165,7 +171,7 @@ class StandInPool:
         while self.weights is None or self.weights.version < request.admission_version:
             await self._loaded.wait()
         weights = self.weights
-        self.started_at_version[key] = weights.version
+        assert weights.version >= request.admission_version, f"{key} began on older weights"
         await asyncio.sleep(draw.uniform(0.5, 2.0) * (20 if draw.random() < faults.slow_group else 1))
         del self._under_way[key]
         once = faults.once.pop(0) if faults.once else ""
@@ -180,10 +186,17 @@ class StandInPool:
         ):
             self._fail(request, IssueReason.FAILED, f"the reward raised on prompt {request.prompt_index}")
         else:
-            done = GroupDone(worker=0, group=make_group(world, request, weights), seconds=1.0)
-            self._queue.put_nowait(done)
+            self.answer(request, weights)
             if once == "repeated" or draw.random() < faults.answer_repeats:
-                self._queue.put_nowait(done)
+                self.answer(request, weights)
+
+    def answer(self, request: GroupRequest, weights: Published | None = None) -> None:
+        """A worker answers, whether or not anybody waits for it; with the served weights unless others are
+        given."""
+        weights = weights or self.weights
+        assert weights is not None
+        done = GroupDone(worker=0, group=make_group(self.world, request, weights), seconds=1.0)
+        self._queue.put_nowait(done)
 
     def _fail(self, request: GroupRequest, reason: IssueReason, error: str) -> None:
         self._queue.put_nowait(
@@ -204,6 +217,7 @@ class StandInPool:
 
     async def publish(self, weights: Published) -> None:
         await asyncio.sleep(0.05)
+        assert self.weights is None or self.weights.version <= weights.version, "older weights were served"
         self.weights = weights
         self.loaded.append((weights.version, weights.digest))
         self._loaded.set()
@@ -273,15 +287,17 @@ class StandInLearner:
         self.state = fold(rows)
         assert self.state.budget is not None, "a rank was built before the budget was committed"
         self.weights, self.update_held, self._alive = hashed("initial"), 0, True
-        await asyncio.sleep(0.2)
+        for _ in range(2):  # workers, which are built meanwhile, are ready between the two
+            await asyncio.sleep(0.08)
+            self._check_alive(STARTS_LIKELIER)
         return LearnerReady(
             ranks=self.world.config.learner.ranks,
             fingerprint=dict(self.world.fingerprint),
             state_digest=self.state.digest(),
         )
 
-    def _check_alive(self) -> None:
-        if not self._alive or self.world.random.random() < self.world.faults.learner_dies:
+    def _check_alive(self, likelier: int = 1) -> None:
+        if not self._alive or self.world.random.random() < likelier * self.world.faults.learner_dies:
             self._alive = False
             raise LearnerGone("rank 0 died", learner_try=0, rank=0)
 
@@ -297,7 +313,7 @@ class StandInLearner:
         assert self.state is not None and self.state.schedule is not None
         fold(rows, self.state)
         assert update == self.update_held + 1, f"update {update} follows {self.update_held}"
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(self.world.learner_seconds)
         self._check_alive()
         total = self.state.total
         per_update = total.minibatches * total.passes

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 
-from surefoot.statemachine.errors import RunClosed, RunFailedError
+from surefoot.rollout.protocols import GroupRequest
+from surefoot.statemachine.errors import LearnerGone, RunClosed, RunFailedError
+from surefoot.statemachine.events import AttemptFailed, UpdateApplied
+from surefoot.statemachine.log import EventRow
 from surefoot.statemachine.phases import Phase
 from surefoot.statemachine.state import RunState
 from surefoot.trainer import feeder
 from surefoot.trainer.display import Progress, line_of
+from surefoot.trainer.driver import HEARTBEAT_SECONDS
 from surefoot.trainer.metrics import metrics_rows
+from surefoot.trainer.protocols import LearnerReady
 
+from .standins import StandInLearner
 from .world import Faults, World, small_config, trained
 
 
@@ -106,11 +114,45 @@ def test_filtered_groups_leave_the_run_short_and_it_says_so() -> None:
 
 def test_a_late_answer_is_refused_and_recorded() -> None:
     """Report 29: attempt 1 is lost, attempt 2 is trained, then 1 arrives: trained once."""
-    world = World(faults=Faults(answer_repeats=1.0), data_len=16)
-    outcome = world.run()
-    assert outcome.exit_code == 0
+    world = World(faults=Faults(once=["lost"]), data_len=16)
+    late: list[GroupRequest] = []  # those whose answer is still to come
+
+    def look(rows: Sequence[EventRow]) -> None:
+        for event in [row.event() for row in rows]:
+            if isinstance(event, AttemptFailed):
+                late.extend(r for r in world.pool.submitted if r.prompt_index == event.prompt_index)
+            elif isinstance(event, UpdateApplied) and late and late[0].prompt_index in dict(event.groups):
+                assert dict(event.groups)[late[0].prompt_index] == 2
+                world.pool.answer(late.pop())
+
+    world.on_commit = look
+    assert world.run().exit_code == 0
+    (failed,), (refused,) = world.events("AttemptFailed"), world.events("AnswerRefused")
+    lost = failed.prompt_index
+    assert (failed.attempt, refused.prompt_index, refused.attempt) == (1, lost, 1)
+    assert [(i, a) for e in world.events("UpdateApplied") for i, a in e.groups if i == lost] == [(lost, 2)]
     assert sorted(trained(world)) == list(range(16))
-    assert len(world.events("AnswerRefused")) >= 1
+    kinds = [row.type for row in world.rows()]
+    assert kinds.index("AttemptFailed") < kinds.index("UpdateApplied") < kinds.index("AnswerRefused")
+
+
+def test_answers_that_come_twice_are_trained_once() -> None:
+    world = World(faults=Faults(answer_repeats=1.0), data_len=16)
+    assert world.run().exit_code == 0
+    assert sorted(trained(world)) == list(range(16))
+    assert len(world.events("AnswerRefused")) == 16
+
+
+def test_a_driver_says_that_it_lives_while_an_update_takes_long() -> None:
+    world = World(data_len=2)  # one update
+    world.learner_seconds = 33.0
+    world.run()
+    (update,) = world.events("UpdateApplied")
+    assert update.seconds["update"] >= 33.0
+    beats = world.heartbeats_at
+    assert len(beats) >= 6  # one in every five of 33 seconds
+    gaps = [after - before for before, after in itertools.pairwise([0.0, *beats])]
+    assert max(gaps) <= HEARTBEAT_SECONDS == 5.0
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "reissue"])
@@ -181,6 +223,25 @@ def test_workers_that_die_lose_no_group() -> None:
     assert world.run().exit_code == 0
     assert sorted(trained(world)) == list(range(16))
     assert len(world.events("WorkerReplaced")) >= 1
+
+
+def test_a_learner_lost_once_the_workers_are_built_costs_no_worker() -> None:
+    class DiesAtFirst(StandInLearner):
+        async def start(self, rows: Sequence[EventRow], learner_try: int) -> LearnerReady:
+            ready = await super().start(rows, learner_try)
+            assert world.pool.is_up
+            if learner_try == 1:
+                await self.close()
+                raise LearnerGone("rank 0 died", learner_try=1, rank=0)
+            return ready
+
+    world = World(data_len=16)
+    world.new_learner = lambda: DiesAtFirst(world)  # type: ignore[method-assign]
+    assert world.run().exit_code == 0  # the stand-in pool asserts that it is built once
+    assert trained(world) == list(range(16))
+    kinds = [row.type for row in world.rows()]
+    assert kinds[2:5] == ["BudgetResolved", "LearnerLost", "WorkersReady"]
+    assert [event.learner_try for event in world.events("WorkersReady")] == [2]
 
 
 def test_a_skipped_step_uses_its_place_in_the_schedule() -> None:

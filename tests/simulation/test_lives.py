@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
 import pytest
 
-from .lives import Life, TakeOver, draw, history, report
+from surefoot.statemachine.events import StoredGroup
+from surefoot.statemachine.state import RunState
+from surefoot.trainer.figures import BatchFigures, batch_figures
+
+from .lives import Checker, Life, TakeOver, draw, history, report
+from .world import World
 
 HISTORIES_PER_BLOCK = 100
 BLOCKS = 7  # a history has three to four lives on average
@@ -53,6 +59,25 @@ def test_the_simulator_finds_a_redo_that_leaves_an_update_out(monkeypatch: pytes
     weights = [said for said in found.values() if "could not be made again" in said]
     assert behind and weights
     assert len(behind) + len(weights) == len(found), found
+
+
+def test_an_identity_that_breaks_is_found_at_the_commit_that_breaks_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Break the figures on purpose, in a way that no fold minds: every batch is said to be a version older
+    than it is."""
+    from surefoot.trainer import driver
+
+    def older(stored: Sequence[StoredGroup], state: RunState) -> BatchFigures:
+        figures = batch_figures(stored, state)
+        return dataclasses.replace(figures, staleness_max=figures.staleness_max + 1)
+
+    monkeypatch.setattr(driver, "batch_figures", older)
+    world = World()
+    world.on_commit = Checker(world).committed
+    with pytest.raises(AssertionError, match=r"^staleness: event \d+: "):
+        world.run()
+    assert [row.type for row in world.rows()].index("UpdateApplied") == len(world.rows()) - 1
 
 
 def test_the_simulator_finds_a_sweep_that_takes_a_newer_drivers_files(

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from surefoot.statemachine.errors import Diverged, LogUnavailable, RunFailedError
+from surefoot.statemachine.events import GroupsAdmitted, WeightsPublished
 from surefoot.statemachine.log import EventRow
 from surefoot.statemachine.phases import Phase
 
@@ -69,18 +70,29 @@ def test_requests_under_way_at_a_kill_count_once_in_the_window() -> None:
 
 def test_admission_after_recovery_is_what_the_window_leaves() -> None:
     """Report 25: bound 2, version 5, R=4 S=1, 20 admitted: 12 more, not 32."""
-    world = World(
-        small_config(
-            batch={"prompts": 4}, sync={"max_staleness": 2}, rollout={"workers": 20, "max_concurrent": 8}
-        ),
-        data_len=400,
-    )
+    sections: dict[str, dict[str, int]] = {"batch": {"prompts": 4}, "sync": {"max_staleness": 2}}
+    world = World(small_config(**sections, rollout={"workers": 1, "max_concurrent": 2}), data_len=400)
+
+    def lose_the_worker(rows: object) -> None:
+        if world.state().drawn == 20:
+            world.pool.slots_lost = 1  # and none takes its place
+
+    world.on_commit = lose_the_worker
     crash_at(world, "publish.committed", 5)
     state = world.state()
-    assert state.policy_version == 5
-    assert state.room() + state.survivors == (2 + 5 + 1) * 1 * 4  # 32 in all
-    state.drawn = 20
-    assert state.room() == 12
+    assert (state.policy_version, state.drawn, state.groups_trained) == (5, 20, 20)
+    world.config = small_config(**sections, rollout={"workers": 100, "max_concurrent": 8})
+    world.on_commit = None
+    crash_at(world, "publish.committed")
+    assert world.state().policy_version == 6
+    admitted: list[int] = []
+    version = 0
+    for event in world.events():
+        if isinstance(event, WeightsPublished):
+            version = event.version
+        elif isinstance(event, GroupsAdmitted) and version == 5:
+            admitted += [issue.prompt_index for issue in event.groups]
+    assert admitted == list(range(20, 32))
 
 
 def test_served_weights_after_a_kill_are_the_published_ones() -> None:

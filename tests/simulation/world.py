@@ -6,6 +6,7 @@ from one seeded generator at the places where the driver touches the world.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -91,6 +92,7 @@ class LogInReach:
     def heartbeat(self, run_id: str, incarnation: int) -> None:
         touch()
         self._log.heartbeat(run_id, incarnation)
+        self._world.heartbeats_at.append(asyncio.get_running_loop().time())
 
     def hurry(self, seconds: float) -> None:
         self._world.hurried_seconds = seconds
@@ -121,6 +123,7 @@ class World:
         )
         self.fingerprint = {"ranks": "1"}
         self.noise = 0.0
+        self.learner_seconds = 1.0  # that an update takes
         self.not_finite: frozenset[int] = frozenset()
         self.run_id = "sim"
         self.draining: frozenset[str] = frozenset()  # machines that the cluster will take away
@@ -131,6 +134,7 @@ class World:
         self.driver: Driver
         self.lives = 0
         self.waited_for: list[str] = []  # in words, of every life
+        self.heartbeats_at: list[float] = []  # by the loop's clock, which begins anew with every life
         self.hurried_seconds: float | None = None  # how long the log may still wait for its database
 
     # -- what stand-ins ask ---------------------------------------------------------------------------

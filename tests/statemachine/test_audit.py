@@ -146,7 +146,7 @@ def test_the_report_is_plain_json() -> None:
 
 
 def test_every_event_type_is_audited() -> None:
-    auditor = audit_module._Auditor()
+    auditor = audit_module.Auditor()
     assert set(auditor._handlers) == set(EVENT_TYPES)
 
 

@@ -7,11 +7,10 @@ import asyncio
 import msgspec
 import pytest
 
-from surefoot.statemachine.crashpoints import watched
 from surefoot.statemachine.errors import LogBroken, RunFailedError, UserMistake
 from surefoot.trainer.replay import Recording, Replay, replay, replay_run
 from tests.simulation.virtual import run_virtually
-from tests.simulation.world import Crashed, StandInLearner, StandInStore, World, small_config
+from tests.simulation.world import StandInLearner, StandInStore, World, crash_at, small_config
 
 KEEP_ALL = {"keep": "all"}
 
@@ -131,14 +130,8 @@ def test_another_learning_rate_is_never_allowed() -> None:
 
 def test_a_run_that_was_killed_and_redone_replays_as_one() -> None:
     world = World(small_config(groups=KEEP_ALL), 14)
-
-    def crash(name: str) -> None:
-        if name == "update.committed" and world.state().updates == 5 and world.lives == 1:
-            world.dead = True
-            raise Crashed
-
-    with watched(crash), pytest.raises(Crashed):
-        world.run()
+    crash_at(world, "update.committed", 5)
+    assert (world.lives, world.state().updates) == (1, 5)
     assert world.run().phase == "Completed"
     assert world.events("UpdatesRedone")[0].first_update == 4
     done, learner, _ = replayed(world)

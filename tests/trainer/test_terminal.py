@@ -16,6 +16,7 @@ import pytest
 
 from surefoot.statemachine.errors import RunFailedError
 from surefoot.statemachine.phases import Phase
+from surefoot.trainer.cli import main
 from surefoot.trainer.config import load_config
 from surefoot.trainer.outcome import Outcome
 from surefoot.trainer.places import Place
@@ -32,6 +33,7 @@ class StandIn:
     signals = 0
     hangs = False  # its start, as that of a Ray that does not answer
     preempted: list[str]
+    started: tuple[Any, dict[str, Any]]  # the config and the options that the last start was given
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
@@ -40,7 +42,7 @@ class StandIn:
     @contextlib.asynccontextmanager
     async def start(cls, config: Any, **options: Any) -> AsyncIterator[StandIn]:
         run = cls()
-        cls.preempted = []
+        cls.preempted, cls.started = [], (config, options)
         if cls.hangs:
             asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
             await asyncio.Event().wait()
@@ -78,6 +80,41 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 def driven(place: Place) -> int:
     return drive(load_config(BASE), place, take_over=False, accept_divergence=False)
+
+
+DEFAULTS = {"name": "a", "runs_dir": Path("runs"), "db": None, "take_over": False, "accept_divergence": False}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "arrives"),
+    [
+        ([], {}),
+        (["--run", "b"], {"name": "b"}),
+        (["--new"], {"name": "a-2"}),
+        (["--new", "--run", "b"], {"name": "b"}),
+        (["--take-over"], {"take_over": True}),
+        (["--accept-divergence"], {"accept_divergence": True}),
+        (["--runs-dir", "elsewhere"], {"runs_dir": Path("elsewhere")}),
+        (["--runs-dir", "elsewhere", "--new"], {"runs_dir": Path("elsewhere")}),
+        (["--db", "sqlite:///shared.db"], {"db": "sqlite:///shared.db"}),
+        (["--db", "sqlite:///shared.db", "--new"], {"db": "sqlite:///shared.db"}),  # where no name is taken
+        (["--set", "preempt.grace_seconds=7"], {}),
+    ],
+)
+def test_every_option_of_train_reaches_the_run(
+    place: Place, arguments: list[str], arrives: dict[str, Any]
+) -> None:
+    Path("elsewhere").mkdir()
+    Path("a.toml").write_text(
+        'data = { source = "reasoning_gym:chain_sum", size = 16 }\n'
+        'model.path = "model"\nbatch.prompts = 4\npreempt.grace_seconds = 9\n'
+    )
+    assert main(["train", "a.toml", *arguments]) == 0
+    config, options = StandIn.started
+    assert {name: options[name] for name in DEFAULTS} == DEFAULTS | arrives
+    assert set(options) == set(DEFAULTS) | {"listeners", "waiting"}
+    assert config.batch.prompts == 4
+    assert config.preempt.grace_seconds == (7 if "--set" in arguments else 9)
 
 
 @pytest.mark.parametrize(
