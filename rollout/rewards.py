@@ -15,10 +15,12 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple, cast
 
 from ..statemachine.errors import ConfigRefused, RewardFailed
+from .files import digest_of
 from .protocols import RewardFunction, Row
 from .tasks import TaskReward, exact_match_reward, task_name
 
@@ -65,6 +67,18 @@ def resolve_reward(
             f"{said} is a {type(found).__name__}: it must be a function", key="reward.function"
         )
     return cast(RewardFunction, found)
+
+
+def code_digest(reward: Callable[..., Any]) -> str | None:
+    """xxh3-128 of the file that a function of the user's stands in; None where there is none to read."""
+    written: Any = inspect.unwrap(reward)
+    if not (inspect.isroutine(written) or inspect.isclass(written)):
+        written = type(written)
+    try:
+        file = inspect.getsourcefile(written)
+        return None if file is None else digest_of(Path(file).read_bytes())
+    except (TypeError, OSError):
+        return None
 
 
 async def score(

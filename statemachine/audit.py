@@ -265,8 +265,11 @@ class Auditor:
             "preempted": "preempted, goes on when run again",
             "failed": f"failed ({self.lives.said}), tried again when run again",
         }.get(ending, ending)
+        rewards = self.lives.rewards_changed
+        other_code = f"; {rewards} times the reward had other code than before" if rewards else ""
         return {
             "chain": f"{self.rows} rows, whole",
+            "config": CHECKS["config"] + other_code,
             "budget": f"{steps.split(' of ')[1]} over a horizon of {budget.horizon}"
             if budget
             else "none yet",

@@ -16,6 +16,7 @@ from .audit_storage import StorageAudit
 from .budget import BudgetInputs, resolve_budget
 from .errors import BudgetRefused
 from .events import (
+    REWARD_CODE,
     BudgetResolved,
     DropReason,
     GroupsDropped,
@@ -84,6 +85,7 @@ class LivesAudit:
         self.ending = "open"  # open | completed | stopped | preempted | failed
         self.said = ""  # what the end says, in figures
         self.learners_lost = 0
+        self.rewards_changed = 0  # lives that began with other code of the reward
 
     def check_place(self, kind: str, seq: int) -> None:
         """Whether anything may stand here. Called for every row while an end stands."""
@@ -118,6 +120,7 @@ class LivesAudit:
             facts.violation(
                 "incarnations", seq, f"incarnation {event.incarnation} began after {facts.incarnation}"
             )
+        self.rewards_changed += REWARD_CODE in event.config_changes
         for key in event.config_changes:
             if key.startswith(FIXED_KEYS):
                 facts.violation("config", seq, f"{key} was changed to {event.config_changes[key][-1:]}")

@@ -116,6 +116,10 @@ class RunCreated(Event, frozen=True, kw_only=True):
     cached_keys_kept_at_swap: bool = True  # keys and values made by older weights are kept
 
 
+REWARD_CODE = "digests.reward"
+"""Among the changes of an incarnation: the code of the reward function is another."""
+
+
 class IncarnationBegan(Event, frozen=True, kw_only=True):
     """A driver took the run; every later append carries its number."""
 

@@ -45,15 +45,19 @@ def on_incarnation(state: RunState, event: ev.IncarnationBegan, row: EventRow) -
 
 
 def _with_changes(created: ev.RunCreated, changes: dict[str, list[Any]]) -> ev.RunCreated:
-    """The first event with the config as this incarnation changed it; dotted keys."""
-    config = msgspec.json.decode(msgspec.json.encode(created.config))
+    """The first event with the config as this incarnation changed it, and with the digest of its reward's
+    code; dotted keys."""
+    config, digests = msgspec.json.decode(msgspec.json.encode(created.config)), dict(created.digests)
     for key, (_, new) in changes.items():
         node = config
         *parents, leaf = key.split(".")
+        if key == ev.REWARD_CODE:
+            digests[leaf] = new
+            continue
         for parent in parents:
             node = node[parent]
         node[leaf] = new
-    return msgspec.structs.replace(created, config=config)
+    return msgspec.structs.replace(created, config=config, digests=digests)
 
 
 def on_budget(state: RunState, event: ev.BudgetResolved, row: EventRow) -> None:

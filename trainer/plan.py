@@ -17,12 +17,12 @@ import msgspec
 from ..rollout.architecture import Architecture, read_architecture
 from ..rollout.data import LoadedData, load_eval_rows, load_rows
 from ..rollout.protocols import RewardFunction
-from ..rollout.rewards import resolve_reward
+from ..rollout.rewards import code_digest, resolve_reward
 from ..rollout.tokens import Tokenizer, load_tokenizer
 from ..rollout.weightfiles import weights_digest
 from ..statemachine.budget import BudgetInputs, resolve_budget, schedule_of
 from ..statemachine.errors import ConfigChanged, ConfigRefused, DataRefused, ModelRefused, UserMistake
-from ..statemachine.events import BudgetResolved, RunCreated
+from ..statemachine.events import REWARD_CODE, BudgetResolved, RunCreated
 from ..statemachine.schedule import learning_rates
 from .config import changed, missing_path, refuse_changes
 from .options import PATHS, Config
@@ -98,6 +98,8 @@ def prepare(config: Config, rows: Rows | None = None, reward: Callable[..., Any]
     }
     if eval_data is not None:
         digests["eval"] = eval_data.digest
+    if not needs_answer and (code := code_digest(scorer)) is not None:
+        digests["reward"] = code
     objects: dict[str, str] = {}
     if rows is not None:
         objects["rows"] = config.data.source
@@ -161,7 +163,8 @@ def config_changes(run: str, created: RunCreated, prepared: Prepared) -> dict[st
     """What differs from the run's config and may: dotted key -> [old, new].
 
     `created` is the fold's: with the changes of every incarnation so far. A path may change as long as what
-    lies there is the same. Raises ConfigChanged with both values.
+    lies there is the same. The code of the reward may change, as a fault in it is put right, and that is
+    recorded. Raises ConfigChanged with both values.
     """
     for role in sorted(created.objects.keys() | prepared.objects.keys()):
         old, new = created.objects.get(role), prepared.objects.get(role)
@@ -173,10 +176,12 @@ def config_changes(run: str, created: RunCreated, prepared: Prepared) -> dict[st
                 keys=[role],
             )
     forbidden, allowed = changed(created.config, prepared.config.resolved())
-    same = created.digests == prepared.digests
+    old_code, new_code = (digests.get("reward") for digests in (created.digests, prepared.digests))
+    named = sorted((created.digests.keys() | prepared.digests.keys()) - {"reward"})
+    same = all(created.digests.get(name) == prepared.digests.get(name) for name in named)
     moved = {key: pair for key, pair in forbidden.items() if key in PATHS and same and None not in pair}
     refuse_changes(run, {key: pair for key, pair in forbidden.items() if key not in moved})
-    for name in sorted(created.digests.keys() | prepared.digests.keys()):
+    for name in named:
         old, new = created.digests.get(name), prepared.digests.get(name)
         if old != new:
             raise ConfigChanged(
@@ -185,7 +190,10 @@ def config_changes(run: str, created: RunCreated, prepared: Prepared) -> dict[st
                 run=run,
                 keys=[name],
             )
-    return {key: list(pair) for key, pair in {**allowed, **moved}.items()}
+    found = {key: list(pair) for key, pair in {**allowed, **moved}.items()}
+    if None not in (old_code, new_code) and old_code != new_code:
+        found[REWARD_CODE] = [old_code, new_code]
+    return found
 
 
 def plan_dict(prepared: Prepared) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..statemachine.errors import LogBroken, RunClosed, RunExists, RunUnknown, SurefootError, UserMistake
-from ..statemachine.events import Event
+from ..statemachine.events import REWARD_CODE, Event, IncarnationBegan
 from ..statemachine.liveness import DriverIdentity, lives
 from ..statemachine.log import EventLog, EventRow, RunHead, chained, driver_of, take_reason
 from ..statemachine.sqllog import open_log
@@ -188,6 +188,9 @@ class Run(Watched):
         log, head = await _claimed(threads, self.place, self.prepared, take_over, accept_divergence)
         stack.push_async_callback(threads.log, log.close)
         rows = await threads.log(lambda: list(chained(log.read(self.name))))
+        began = rows[-1].event()
+        if isinstance(began, IncarnationBegan) and REWARD_CODE in began.config_changes:
+            waiting("warning: the code of the reward is another than this run began with; that is recorded")
         self._journal = Journal(log, head, fold(rows), blocking=threads.log)
         stack.push_async_callback(self._journal.release)
         options = self.prepared.config.metrics

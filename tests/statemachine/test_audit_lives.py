@@ -63,6 +63,13 @@ def test_a_change_of_what_does_not_is_right(key: str) -> None:
     assert failures(begun().take_over(config_changes={key: [1, 2]})) == {}
 
 
+def test_another_code_of_the_reward_is_no_violation_and_is_said() -> None:
+    run = begun().take_over(config_changes={"digests.reward": ["a", "b"]})
+    assert failures(run) == {}
+    (config,) = (check for check in report_of(run).checks if check.id == "config")
+    assert config.detail.endswith("1 times the reward had other code than before")
+
+
 def with_schedule(run: Scenario, **keys: Any) -> Scenario:
     """The config says how the schedule is asked for; what it leaves out is not set."""
     schedule = {"warmup_steps": None, "warmup_ratio": None, "horizon": None} | keys

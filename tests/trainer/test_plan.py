@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import xxhash
 
 from surefoot.statemachine.errors import (
     BudgetRefused,
@@ -20,6 +21,7 @@ from surefoot.statemachine.errors import (
     UserMistake,
 )
 from surefoot.statemachine.events import RunCreated
+from surefoot.statemachine.fold_lives import _with_changes
 from surefoot.trainer.config import Config, load_config
 from surefoot.trainer.plan import (
     RATES_SHOWN,
@@ -296,6 +298,24 @@ def test_a_run_goes_on_only_with_the_objects_that_it_began_with(base: dict[str, 
     with pytest.raises(ConfigChanged, match="reward: none was passed"):
         config_changes("a", created(with_reward), prepare(config))
     assert config_changes("a", created(with_reward), with_reward) == {}
+
+
+def test_another_code_of_the_reward_is_recorded_and_refuses_nothing(
+    base: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "scores.py"
+    codes = ["def score(row, text, ids):\n    return 0\n", "def score(row, text, ids):\n    return 1\n"]
+    prepared = list[Prepared]()
+    for code in codes:
+        file.write_text(code)
+        prepared.append(planned(base, "reward.function=scores:score"))
+    first, second = (xxhash.xxh3_128_hexdigest(code.encode()) for code in codes)
+    changes = config_changes("a", created(prepared[0]), prepared[1])
+    assert changes == {"digests.reward": [first, second]}
+    folded = _with_changes(created(prepared[0]), changes)
+    assert config_changes("a", folded, prepared[1]) == {}
+    assert config_changes("a", folded, prepared[0]) == {"digests.reward": [second, first]}
 
 
 def test_what_may_change_is_recorded_and_what_may_not_is_refused_with_both_values(
