@@ -122,6 +122,7 @@ class World:
         self.fingerprint = {"ranks": "1"}
         self.noise = 0.0
         self.not_finite: frozenset[int] = frozenset()
+        self.held_out_seeds: Sequence[int] = (10_000, 10_001, 10_002)  # one held-out row each
         self.run_id = "sim"
         self.draining: frozenset[str] = frozenset()  # machines that the cluster will take away
         self.on_commit: Callable[[Sequence[EventRow]], None] | None = None
