@@ -95,7 +95,7 @@ class Reference:
     def _look(
         self, scaled: torch.Tensor, ratios: torch.Tensor, clipped: torch.Tensor, advantage: torch.Tensor
     ) -> None:
-        """What an update's metrics are made of, token by token: of a clipped token the constant is the less."""
+        """What an update's metrics are made of, a token each; of a clipped one the constant is the less."""
         entropies = torch.logsumexp(scaled, 1) - (torch.softmax(scaled, 1) * scaled).sum(1)
         divergences = ratios - 1 - torch.log(ratios)
         taken = (clipped * advantage < ratios * advantage).double()
