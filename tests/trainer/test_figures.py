@@ -32,7 +32,7 @@ def stored(
 def at_version_3() -> RunState:
     """Nine updates done, published every three."""
     state = RunState()
-    state.policy_version, state.updates, state.update_of_version = 3, 9, {0: 0, 1: 3, 2: 6, 3: 9}
+    state.policy_version, state.updates, state.update_of_version = 3, 9, [0, 3, 6, 9]
     return state
 
 

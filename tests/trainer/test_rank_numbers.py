@@ -115,8 +115,14 @@ def test_minibatches_and_passes_are_steps_in_order_on_the_schedule(ranks: RankPr
 def test_metrics_are_means_over_the_tokens_that_were_trained(ranks: RankProcesses, model: Path) -> None:
     """Minibatches of 9 and 22, then 20 and 16 tokens, gone over twice; two responses are left out."""
     batches = [
-        [make_group(0, [3, 1, 4, 2], [1.0, 0.0, 0.0, 1.0], truncated=[0, 1, 0, 0]), BATCHES[0][1]],
-        [BATCHES[1][0], make_group(3, [7, 7, 1, 2], [1.0, 1.0, 0.0, 1.0], truncated=[0, 0, 1, 0])],
+        [
+            make_group(0, [3, 1, 4, 2], [1.0, 0.0, 0.0, 1.0], truncated=[False, True, False, False]),
+            BATCHES[0][1],
+        ],
+        [
+            BATCHES[1][0],
+            make_group(3, [7, 7, 1, 2], [1.0, 1.0, 0.0, 1.0], truncated=[False, False, True, False]),
+        ],
     ]
     settings: dict[str, Any] = {"mask_truncated": True, "clip_low": 0.1, "clip_high": 0.3}
     scenario = LearnerScenario(
