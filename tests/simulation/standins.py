@@ -398,4 +398,8 @@ class StandInPrompts:
         )
 
     def evaluation(self) -> list[GroupRequest]:
-        return [self.request(Issue(10_000 + index, 1, 0)) for index in range(3)]
+        asked = [self.request(Issue(10_000 + index, 1, 0)) for index in range(len(self.world.held_out_seeds))]
+        return [
+            msgspec.structs.replace(request, seeds=[seed])
+            for request, seed in zip(asked, self.world.held_out_seeds, strict=True)
+        ]

@@ -20,7 +20,7 @@ from surefoot.trainer.driver import HEARTBEAT_SECONDS
 from surefoot.trainer.metrics import metrics_rows
 from surefoot.trainer.protocols import LearnerReady
 
-from .standins import StandInLearner
+from .standins import StandInLearner, hashed
 from .world import Faults, World, small_config, trained
 
 
@@ -272,6 +272,31 @@ def test_evaluations_are_of_the_versions_that_are_due() -> None:
     world.run()
     # Version 0, the first publications at or after updates 3 and 6, and the last.
     assert [e.update for e in world.events("EvaluationDone")] == [0, 3, 6, 8]
+
+
+def test_an_evaluation_is_the_mean_over_the_answers_of_the_version_served() -> None:
+    """The stand-ins reward an odd seed with 1, the rest with 0, and answer one to four tokens by seed and
+    weights, four of them cut off: seeds and published digests give every figure."""
+    held_out = [40, 43, 51, 57, 60]
+    world = World(
+        small_config(eval={"every_updates": 3, "size": 5, "source": "object:held_out"}), data_len=16
+    )
+    world.held_out_seeds = held_out
+    world.run()
+    digests = {0: world.initial_weights().digest}
+    digests |= {event.version: event.digest for event in world.events("WeightsPublished")}
+    evaluated = world.events("EvaluationDone")
+    assert [event.policy_version for event in evaluated] == [0, 3, 6, 8]
+    for event in evaluated:
+        digest = digests[event.policy_version]
+        lengths = [1 + int(hashed(seed, digest), 16) % 1000 % 4 for seed in held_out]
+        assert event.size == 5
+        assert event.reward_mean == 3 / 5  # 43, 51 and 57
+        assert event.length_mean == sum(lengths) / 5
+        assert event.truncated_frac == lengths.count(4) / 5
+        assert event.seconds == pytest.approx(0.3)  # virtual ones, all of them the pool's
+    assert len({event.length_mean for event in evaluated}) > 1
+    assert any(event.truncated_frac not in (0.0, 1.0) for event in evaluated)
 
 
 def test_every_event_file_and_line_says_in_which_unit_it_counts() -> None:

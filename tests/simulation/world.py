@@ -125,6 +125,7 @@ class World:
         self.noise = 0.0
         self.learner_seconds = 1.0  # that an update takes
         self.not_finite: frozenset[int] = frozenset()
+        self.held_out_seeds: Sequence[int] = (10_000, 10_001, 10_002)  # one held-out row each
         self.run_id = "sim"
         self.draining: frozenset[str] = frozenset()  # machines that the cluster will take away
         self.on_commit: Callable[[Sequence[EventRow]], None] | None = None

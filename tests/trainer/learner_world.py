@@ -334,3 +334,23 @@ def set_in_module(_: Any, module: str, name: str, value: Any) -> None:
 def register_small_disk(_: Any) -> None:
     """Make `smalldisk://` known in the rank's process."""
     importlib.import_module("tests.rollout.groups")
+
+
+_layer_calls: list[int] = []
+
+
+def count_layer_calls(learner: Any) -> None:
+    """From here on, count how often each decoder layer of the rank's model is computed."""
+    _layer_calls[:] = [0] * len(learner._policy.layers)
+
+    def count(place: int) -> None:
+        _layer_calls[place] += 1
+
+    for place, layer in enumerate(learner._policy.layers):
+        # In the layer, as it is what lies in it that is computed again.
+        layer.mlp.register_forward_pre_hook(lambda *_, place=place: count(place))
+
+
+def layer_calls(_: Any) -> list[int]:
+    """By layer, since counting began."""
+    return list(_layer_calls)

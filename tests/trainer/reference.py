@@ -50,9 +50,11 @@ class Reference:
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.max_grad_norm = max_grad_norm
         self.steps = 0
+        self.tokens: list[tuple[float, float, float, float]] = []
 
     def update(self, groups: Sequence[Group]) -> list[tuple[float, float]]:
         """Train on a batch; loss and gradient norm of each optimizer step."""
+        self.tokens = []
         found: list[tuple[float, float]] = []
         for _ in range(self.passes):
             begin = 0
@@ -80,6 +82,7 @@ class Reference:
                 ratios = torch.exp(logprobs - torch.tensor(unpack_f32(sample.logprobs)).double())
                 clipped = torch.clamp(ratios, 1 - self.clip_low, 1 + self.clip_high)
                 terms += list(-torch.minimum(ratios * advantage, clipped * advantage))
+                self._look(scaled, ratios, clipped, advantage)
         loss = torch.stack(terms).sum() / len(terms)
         self.model.zero_grad()
         loss.backward()
@@ -87,6 +90,28 @@ class Reference:
         norm = torch.sqrt(sum((g**2).sum() for g in gradients.values()))
         self._adamw(gradients, min(1.0, self.max_grad_norm / (norm.item() + 1e-6)))
         return loss.item(), norm.item()
+
+    @torch.no_grad()
+    def _look(
+        self, scaled: torch.Tensor, ratios: torch.Tensor, clipped: torch.Tensor, advantage: torch.Tensor
+    ) -> None:
+        """What an update's metrics are made of, a token each; of a clipped one the constant is the less."""
+        entropies = torch.logsumexp(scaled, 1) - (torch.softmax(scaled, 1) * scaled).sum(1)
+        divergences = ratios - 1 - torch.log(ratios)
+        taken = (clipped * advantage < ratios * advantage).double()
+        columns = (taken, divergences, entropies, (ratios - 1).abs())
+        self.tokens += zip(*(column.tolist() for column in columns), strict=True)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last update: means over every token that a step trained on, once a pass."""
+        clipped, divergences, entropies, deviations = zip(*self.tokens, strict=True)
+        count = len(self.tokens)
+        return {
+            "policy/ratio_clip_frac": sum(clipped) / count,
+            "policy/kl_rollout_learner": sum(divergences) / count,
+            "policy/entropy": sum(entropies) / count,
+            "policy/ratio_deviation_max": max(deviations),
+        }
 
     def _adamw(self, gradients: dict[str, torch.Tensor], scale: float) -> None:
         """Decoupled weight decay (arXiv 1711.05101), bias corrected."""

@@ -93,7 +93,7 @@ def test_the_clip_has_two_sides_of_their_own() -> None:
 
 
 def test_every_token_weighs_the_same_whatever_it_is_computed_with() -> None:
-    """Lengths 1 and 9 in one minibatch weigh 1:9, together or apart."""
+    """Report 49: lengths 1 and 9 in one minibatch weigh 1:9, together or apart."""
     together, _, _ = loss_of([1.0] * 10, [-1.0] + [2.0] * 9)
     first, _, _ = loss_of([1.0], [-1.0], tokens=10)
     second, _, _ = loss_of([1.0] * 9, [2.0] * 9, tokens=10)

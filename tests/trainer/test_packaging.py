@@ -1,4 +1,4 @@
-"""The wheel is whole: every package, the migrations, the licence and the command."""
+"""The wheel is whole: every package, the migrations, the licence and the command; the example is small."""
 
 from __future__ import annotations
 
@@ -37,3 +37,9 @@ def test_the_wheel_holds_every_module_the_migrations_and_the_licence(tmp_path: P
     }
     (entry_points,) = [name for name in names if name.endswith("entry_points.txt")]
     assert "surefoot = surefoot.trainer.cli:main" in zipfile.ZipFile(wheel).read(entry_points).decode()
+
+
+def test_the_starting_model_is_under_two_megabytes_in_all() -> None:
+    files = [path for path in (ROOT / "examples" / "model").rglob("*") if path.is_file()]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in files}
+    assert sum(path.stat().st_size for path in files) < 2_000_000

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +29,7 @@ from surefoot.trainer.plan import (
     RATES_SHOWN,
     Prepared,
     config_changes,
+    first_event,
     plan_dict,
     plan_lines,
     prepare,
@@ -85,6 +88,78 @@ def test_a_warmup_ratio_is_exact_from_the_file_to_the_budget(base: dict[str, Any
     for ratio, steps in (("0.29", 29), ("0.07", 7)):
         plan = plan_dict(planned(base, *sets, f"optim.schedule.warmup_ratio={ratio}"))
         assert (plan["horizon"], plan["warmup_steps"]) == (100, steps)
+
+
+COSINE = [1.0, 0.9505, 0.8117, 0.6113, 0.3887, 0.1883, 0.0495]
+"""(1 + cos(pi k / 7)) / 2: the multipliers of `base`, which is 30 prompts in 7 updates of 4."""
+
+
+@pytest.mark.parametrize(
+    ("set_one", "expected"),
+    [
+        # 20 prompts: 5 updates; all used
+        ("data.epochs=2", {"prompts_available": 20, "updates_total": 5, "prompts_unused": 0}),
+        # 17 of 30: 4 updates hold 16
+        ("data.max_prompts=17", {"prompts_total": 17, "updates_total": 4, "prompts_unused": 1}),
+        # 30 = 4 * 7 + 2
+        ("batch.prompts=7", {"batch_prompts": 7, "optimizer_steps_total": 4, "prompts_unused": 2}),
+        ("batch.minibatches=2", {"minibatches": 2, "passes": 1, "optimizer_steps_total": 14}),
+        ("batch.passes=3", {"minibatches": 1, "passes": 3, "optimizer_steps_total": 21}),
+        # 30 = 7 * 4 + 2: an eighth batch of 2
+        ("batch.tail=train", {"updates_total": 8, "optimizer_steps_total": 8, "prompts_unused": 0}),
+        ("optim.max_optimizer_steps=5", {"optimizer_steps_total": 5, "horizon": 5, "prompts_unused": 10}),
+        ("optim.lr=0.5", {"learning_rates": [rate / 2 for rate in COSINE]}),
+        ("optim.schedule.kind=linear", {"learning_rates": [(7 - k) / 7 for k in range(7)]}),
+        ("optim.schedule.kind=constant", {"learning_rates": [1.0] * 7}),
+        ("optim.schedule.min_ratio=0.2", {"learning_rates": [0.2 + 0.8 * rate for rate in COSINE]}),
+        # the first half of a decay over 14: (1 + cos(pi k / 14)) / 2
+        (
+            "optim.schedule.horizon=14",
+            {
+                "horizon": 14,
+                "optimizer_steps_total": 7,
+                "learning_rates": [(1 + math.cos(math.pi * k / 14)) / 2 for k in range(7)],
+            },
+        ),
+        # then a decay over the 5 that are left
+        (
+            "optim.schedule.warmup_steps=2",
+            {"warmup_steps": 2, "learning_rates": [0.5, 1.0, 1.0, 0.9045, 0.6545, 0.3455, 0.0955]},
+        ),
+        # 0.3 * 7 = 2.1, rounded up; then a decay over 4
+        (
+            "optim.schedule.warmup_ratio=0.3",
+            {"warmup_steps": 3, "learning_rates": [1 / 3, 2 / 3, 1.0, 1.0, 0.8536, 0.5, 0.1464]},
+        ),
+        # after updates 3, 6 and 7
+        ("sync.every_updates=3", {"every_updates": 3, "publications_total": 3}),
+    ],
+)
+def test_every_key_of_the_budget_reaches_it(
+    base: dict[str, Any], set_one: str, expected: dict[str, Any]
+) -> None:
+    before, plan = plan_dict(planned(base)), plan_dict(planned(base, set_one))
+    assert before["learning_rates"] == pytest.approx(COSINE, abs=5e-5)
+    for key, value in expected.items():
+        rates = key == "learning_rates"
+        assert plan[key] == (pytest.approx(value, abs=5e-5) if rates else value), key
+    assert any(plan[key] != before[key] for key in expected)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["one-epoch", "with-warm-up"])
+@pytest.mark.parametrize(
+    "set_one",
+    ["learner.micro_batch_tokens=12", "learner.ranks=2", "batch.group_size=6"],
+)
+def test_what_is_computed_at_a_time_and_sampled_per_prompt_enters_no_total(
+    base: dict[str, Any], set_one: str, alone: bool
+) -> None:
+    """Reports 5 and 10: micro-batches, ranks and completions are none of the budget's units."""
+    sets = ["data.epochs=1"] if alone else ["batch.minibatches=2", "optim.schedule.warmup_ratio=0.1"]
+    plan = plan_dict(planned(base, *sets))
+    assert plan_dict(planned(base, *sets, set_one)) == plan
+    # 10 // 4 updates; or 7 of 2 minibatches, of whose 14 a tenth is 1.4, rounded up
+    assert (plan["optimizer_steps_total"], plan["warmup_steps"]) == ((2, 0) if alone else (14, 2))
 
 
 def test_the_plan_as_text_has_the_derivation_line_by_line(base: dict[str, Any]) -> None:
@@ -341,6 +416,32 @@ def test_data_or_weights_changed_in_place_are_refused(base: dict[str, Any], tmp_
         file.write(b"\x01")
     with pytest.raises(ConfigChanged, match="the weights have digest"):
         config_changes("a", first, planned(base))
+
+
+def test_a_tokenizer_changed_in_place_is_refused(base: dict[str, Any], tmp_path: Path) -> None:
+    """Report 24: two words of the vocabulary swapped, of which no row has one, so the data are the same."""
+    first = created(planned(base))
+    path = tmp_path / "model" / "tokenizer.json"
+    whole = json.loads(path.read_text())
+    words = whole["model"]["vocab"]
+    words["x"], words["y"] = words["y"], words["x"]
+    path.write_text(json.dumps(whole))
+    now = planned(base)
+    assert {name for name in first.digests if first.digests[name] != now.digests[name]} == {"tokenizer"}
+    with pytest.raises(ConfigChanged, match="the tokenizer have digest") as caught:
+        config_changes("a", first, now)
+    assert caught.value.facts["keys"] == ["tokenizer"]
+
+
+def test_a_run_is_created_with_the_digest_of_all_that_it_reads(base: dict[str, Any], tmp_path: Path) -> None:
+    assert set(first_event(planned(base)).digests) == {"data", "tokenizer", "weights"}
+    held_out = write_rows(tmp_path / "held.jsonl", 3, prompt="{i}+0=")
+    evaluated = first_event(planned(base, "eval.every_updates=1", f"eval.source={held_out}"))
+    assert set(evaluated.digests) == {"data", "tokenizer", "weights", "eval"}
+    assert len(set(evaluated.digests.values())) == 4
+    write_rows(held_out, 3, prompt="{i}-0=")
+    with pytest.raises(ConfigChanged, match="the eval have digest"):
+        config_changes("a", evaluated, planned(base, "eval.every_updates=1", f"eval.source={held_out}"))
 
 
 def test_the_same_data_and_model_may_lie_elsewhere(base: dict[str, Any], tmp_path: Path) -> None:

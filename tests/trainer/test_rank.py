@@ -22,8 +22,10 @@ from ..statemachine.budgets import budget
 from .learner_world import (
     LearnerScenario,
     RankProcesses,
+    count_layer_calls,
     finished_by,
     go_on,
+    layer_calls,
     make_group,
     redo,
     register_small_disk,
@@ -31,6 +33,7 @@ from .learner_world import (
     train,
     write_model,
 )
+from .reference import Reference
 
 
 @pytest.fixture(scope="module")
@@ -126,14 +129,32 @@ def test_an_update_that_the_log_does_not_hold_is_not_executed(one: RankProcesses
     assert one.call("update", 1, batch(1), [])[0].update == 1
 
 
+@pytest.mark.parametrize(("activation_checkpointing", "times"), [(False, 1), (True, 2)])
+def test_activation_checkpointing_computes_every_layer_twice(
+    one: RankProcesses, model: Path, activation_checkpointing: bool, times: int
+) -> None:
+    """Once on the way forward; once more on the way back, where its activations were not kept."""
+    learner = {"activation_checkpointing": activation_checkpointing}
+    scenario = LearnerScenario(model, learner=learner)
+    one.start(scenario.begin().new_rows())
+    one.run(count_layer_calls)
+    go_on(one, scenario, [batch(1)])
+    assert one.run(layer_calls) == [[times, times]]
+
+
 def test_what_is_trained_are_the_sampled_ids_whatever_the_text_says(one: RankProcesses, model: Path) -> None:
+    """Report 47."""
+
     def with_text(group: Group, text: str) -> Group:
         samples = [msgspec.structs.replace(sample, text=text) for sample in group.samples]
         return msgspec.structs.replace(group, samples=samples)
 
+    plain = Reference(model, minibatches=[2], rates=[1e-2])
+    (by_ids,) = plain.update(batch(1))
     digests: set[str] = set()
     for text in ("", "re-tokenises to something else"):
-        train(one, LearnerScenario(model), [[with_text(group, text) for group in batch(1)]])
+        (result,) = train(one, LearnerScenario(model), [[with_text(group, text) for group in batch(1)]])
+        assert (result.steps[0].loss, result.steps[0].grad_norm) == pytest.approx(by_ids, rel=1e-5)
         digests.add(digest(one))
     assert len(digests) == 1
 
@@ -177,7 +198,7 @@ def test_one_rank_that_overflows_makes_every_rank_skip(two: RankProcesses, model
 
 
 def test_a_minibatch_with_no_token_is_skipped_and_moves_nothing(one: RankProcesses, model: Path) -> None:
-    """AdamW would move weights at zero gradient once it has moments."""
+    """Report 51: AdamW would move weights at zero gradient once it has moments."""
     batches = [batch(1), batch(2)]
     truncated = [
         msgspec.structs.replace(sample, truncated=True) for group in batch(2)[:1] for sample in group.samples
@@ -198,6 +219,7 @@ def test_a_minibatch_with_no_token_is_skipped_and_moves_nothing(one: RankProcess
 
 
 def test_a_minibatch_of_equal_rewards_is_an_ordinary_step(one: RankProcesses, model: Path) -> None:
+    """Report 51: its gradient is 0, and the moments of the steps before move the weights all the same."""
     equal = [make_group(2, [3, 5], [1.0, 1.0]), make_group(3, [2, 4], [0.5, 0.5])]
     digests: list[str] = []
     results = train(
@@ -212,7 +234,7 @@ def test_a_minibatch_of_equal_rewards_is_an_ordinary_step(one: RankProcesses, mo
 
 
 def test_a_redo_is_the_same_bit_for_bit(one: RankProcesses, model: Path, tmp_path: Path) -> None:
-    """Loss, gradient norm, rate and weights, after loading an optimizer that was saved at another rate."""
+    """Report 50: loss, gradient norm, rate and weights, after loading an optimizer saved at another rate."""
     batches = [batch(update) for update in range(1, 6)]
     scenario = LearnerScenario(model, learning_rate=1e-2)
     results = train(one, scenario, batches[:2])
@@ -228,6 +250,7 @@ def test_a_redo_is_the_same_bit_for_bit(one: RankProcesses, model: Path, tmp_pat
         assert digest(one) == last, again
     rates = learning_rates(1e-2, schedule_of(scenario.budget), range(5))
     assert [result.steps[0].learning_rate for result in redone] == rates[2:]
+    assert len(set(rates)) == 5
 
 
 def test_a_snapshot_is_of_the_moment_whatever_is_trained_beside_it(

@@ -112,10 +112,69 @@ def test_minibatches_and_passes_are_steps_in_order_on_the_schedule(ranks: RankPr
     assert [step.tokens for step in steps] == [10, 22, 10, 22, 20, 17, 20, 17]
 
 
+def test_metrics_are_means_over_the_tokens_that_were_trained(ranks: RankProcesses, model: Path) -> None:
+    """Minibatches of 9 and 22, then 20 and 16 tokens, gone over twice; two responses are left out."""
+    batches = [
+        [
+            make_group(0, [3, 1, 4, 2], [1.0, 0.0, 0.0, 1.0], truncated=[False, True, False, False]),
+            BATCHES[0][1],
+        ],
+        [
+            BATCHES[1][0],
+            make_group(3, [7, 7, 1, 2], [1.0, 1.0, 0.0, 1.0], truncated=[False, False, True, False]),
+        ],
+    ]
+    settings: dict[str, Any] = {"mask_truncated": True, "clip_low": 0.1, "clip_high": 0.3}
+    scenario = LearnerScenario(
+        model,
+        group_size=4,
+        minibatches=2,
+        passes=2,
+        learner={"micro_batch_tokens": 40},
+        algorithm=settings,
+        optim=FAR,
+        learning_rate=1.0,
+        schedule_kind="constant",
+    )
+    plain = Reference(model, minibatches=[1, 1], passes=2, rates=[1.0] * 8, eps=1.0, **settings)
+    for result, batch in zip(train(ranks, scenario, batches), batches, strict=True):
+        plain.update(batch)
+        expected = plain.metrics()
+        assert len(plain.tokens) == sum(step.tokens for step in result.steps)
+        assert 0.1 < expected["policy/ratio_clip_frac"] < 0.9  # the rollout's policy is far away
+        assert result.metrics == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("betas", [(0.5, 0.9), (0.0, 0.99)])
+def test_moments_decay_at_the_rates_of_the_config(
+    ranks: RankProcesses, model: Path, betas: tuple[float, float]
+) -> None:
+    """From the second step on they tell in what the weights move by."""
+    scenario = LearnerScenario(
+        model,
+        group_size=4,
+        optim=FAR | {"betas": list(betas)},
+        learning_rate=4.0,
+        schedule_kind="constant",
+    )
+    assert_equal_to_reference(ranks, scenario, model, eps=1.0, betas=betas)
+
+
+def test_two_live_groups_on_any_ranks_are_as_on_one(ranks: RankProcesses, model: Path) -> None:
+    """Report 48: every response of both is trained on; on three ranks, the work does not divide."""
+    batches = [[make_group(0, [1, 9], [0.0, 1.0]), make_group(1, [6, 2], [1.0, 0.0])]]
+    scenario = LearnerScenario(model, group_size=2, optim=FAR, learning_rate=1.0, schedule_kind="constant")
+    results = assert_equal_to_reference(ranks, scenario, model, batches=batches, eps=1.0)
+    assert results[0].steps[0].tokens == 18
+
+
 def test_two_groups_on_three_ranks_neither_hang_nor_weigh_differently(
     ranks: RankProcesses, model: Path
 ) -> None:
-    """One prompt's two responses, of one and nine tokens: on three ranks one has nothing to do."""
+    """Reports 48 and 49: lengths 1 and 9 weigh 1:9.
+
+    The other group is left out, and one prompt's two responses on three ranks leave one with nothing to do.
+    """
     batches = [[make_group(0, [1, 9], [0.0, 1.0]), make_group(1, [1], [1.0])]]
     batches[0][1] = make_group(1, [1, 1], [1.0, 0.0], truncated=[True, True])
     scenario = LearnerScenario(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from surefoot.statemachine.audit import audit
 from surefoot.statemachine.errors import ConfigChanged, RunFailedError, RunInUse
 from surefoot.statemachine.events import RunPreempted, UpdateApplied
 from surefoot.statemachine.phases import Phase
+from surefoot.trainer.metrics import NAMES, metrics_rows
 from surefoot.trainer.run import Run, train
 from tests.faults.lives import gone
 from tests.faults.small import make_model
@@ -73,6 +75,11 @@ async def test_a_program_drives_a_run_and_watches_its_events(tmp_path: Path, con
     watched = await Run.attach("a", runs_dir=tmp_path)
     rows = await watched.rows()
     assert audit(rows).ok and len(rows) == len(seen)
+    lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert found == list(metrics_rows(rows))
+    assert [row["optimizer_step"] for row in found] == [1, 2, 3, 4, 5, 6]
+    assert all(set(NAMES) <= set(row) for row in found)
     assert (await watched.outcome()).phase is Phase.COMPLETED
     watched.close()
     assert gone([process for process in below() if process.pid not in before]) == []
