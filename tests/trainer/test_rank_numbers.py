@@ -130,7 +130,7 @@ def test_metrics_are_means_over_the_tokens_that_were_trained(ranks: RankProcesse
         group_size=4,
         minibatches=2,
         passes=2,
-        learner={"micro_batch_tokens": 40},
+        learner={"micro_batch_tokens": 1},
         algorithm=settings,
         optim=FAR,
         learning_rate=1.0,
