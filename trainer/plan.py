@@ -185,7 +185,7 @@ def config_changes(run: str, created: RunCreated, prepared: Prepared) -> dict[st
         old, new = created.digests.get(name), prepared.digests.get(name)
         if old != new:
             raise ConfigChanged(
-                f"the {name} have digest {new}, but run {run!r} was started with {old}: what the config "
+                f"the digest of the {name} is {new}, but run {run!r} was started with {old}: what the config "
                 "names was changed since; put it back, or start another run with --new",
                 run=run,
                 keys=[name],

@@ -7,6 +7,8 @@ from pathlib import Path
 from surefoot.statemachine.sqllog import open_log
 from surefoot.trainer.places import Place, next_free
 from surefoot.trainer.run import _outcome_if_over
+from tests.simulation.fileworld import prepared
+from tests.simulation.world import small_config
 from tests.statemachine.conftest import postgres, postgres_url  # noqa: F401 - fixtures
 
 
@@ -24,4 +26,4 @@ def test_a_log_whose_run_was_never_created_is_no_run(tmp_path: Path) -> None:
     place = Place("a", tmp_path)
     place.folder.mkdir()
     open_log(place.log_url, migrate=True).close()
-    assert _outcome_if_over(place, None, take_over=False) is None  # type: ignore[arg-type]
+    assert _outcome_if_over(place, prepared(small_config(), 8), take_over=False) is None

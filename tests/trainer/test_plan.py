@@ -407,14 +407,14 @@ def test_data_or_weights_changed_in_place_are_refused(base: dict[str, Any], tmp_
     """Report 24."""
     first = created(planned(base))
     write_rows(tmp_path / "rows.jsonl", 10, prompt="{i} + 1 =")
-    with pytest.raises(ConfigChanged, match="the data have digest"):
+    with pytest.raises(ConfigChanged, match="the digest of the data is"):
         config_changes("a", first, planned(base))
     write_rows(tmp_path / "rows.jsonl", 10)
     assert config_changes("a", first, planned(base)) == {}
     with (tmp_path / "model" / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x01")
-    with pytest.raises(ConfigChanged, match="the weights have digest"):
+    with pytest.raises(ConfigChanged, match="the digest of the weights is"):
         config_changes("a", first, planned(base))
 
 
@@ -428,7 +428,7 @@ def test_a_tokenizer_changed_in_place_is_refused(base: dict[str, Any], tmp_path:
     path.write_text(json.dumps(whole))
     now = planned(base)
     assert {name for name in first.digests if first.digests[name] != now.digests[name]} == {"tokenizer"}
-    with pytest.raises(ConfigChanged, match="the tokenizer have digest") as caught:
+    with pytest.raises(ConfigChanged, match="the digest of the tokenizer is") as caught:
         config_changes("a", first, now)
     assert caught.value.facts["keys"] == ["tokenizer"]
 
@@ -440,7 +440,7 @@ def test_a_run_is_created_with_the_digest_of_all_that_it_reads(base: dict[str, A
     assert set(evaluated.digests) == {"data", "tokenizer", "weights", "eval"}
     assert len(set(evaluated.digests.values())) == 4
     write_rows(held_out, 3, prompt="{i}-0=")
-    with pytest.raises(ConfigChanged, match="the eval have digest"):
+    with pytest.raises(ConfigChanged, match="the digest of the eval is"):
         config_changes("a", evaluated, planned(base, "eval.every_updates=1", f"eval.source={held_out}"))
 
 
