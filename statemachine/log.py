@@ -327,24 +327,23 @@ def incarnation_began(
     )
 
 
-def why_refused(
-    run_id: str, expected_seq: int, incarnation: int, found_seq: int, current: int
-) -> FencedOut | WrongSeq:
+def why_refused(head: RunHead, expected_seq: int, incarnation: int) -> FencedOut | WrongSeq:
     """The error for an append that does not fit the run's row, with both values."""
-    if incarnation != current:
+    if incarnation != head.incarnation:
+        by = f" (process {head.driver.pid} on {head.driver.host})" if head.driver is not None else ""
         return FencedOut(
-            f"run {run_id!r} is held by incarnation {current}, so incarnation {incarnation} may write no "
-            "more: another driver has taken it over",
-            run=run_id,
+            f"run {head.run_id!r} is held by incarnation {head.incarnation}{by}, which has taken it over: "
+            f"incarnation {incarnation} may write no more",
+            run=head.run_id,
             mine=incarnation,
-            current=current,
+            current=head.incarnation,
         )
     return WrongSeq(
-        f"run {run_id!r} ends at event {found_seq}, not at {expected_seq}: something else has appended in "
-        "its place",
-        run=run_id,
+        f"run {head.run_id!r} ends at event {head.head_seq}, not at {expected_seq}: something else has "
+        "appended in its place",
+        run=head.run_id,
         expected=expected_seq,
-        found=found_seq,
+        found=head.head_seq,
     )
 
 

@@ -95,7 +95,7 @@ class MemoryLog:
             if (head.head_seq, head.incarnation) != (expected_seq, incarnation):
                 if run.rows[expected_seq : expected_seq + len(rows)] == list(rows):
                     return
-                raise why_refused(run_id, expected_seq, incarnation, head.head_seq, head.incarnation)
+                raise why_refused(head, expected_seq, incarnation)
             verify_chain(rows, head.head_hash, expected_seq)
             run.rows.extend(rows)
             run.heartbeat_at = self._seconds()
@@ -117,7 +117,7 @@ class MemoryLog:
         with self._lock:
             head = self._head(run_id)
             if head.incarnation != incarnation:
-                raise why_refused(run_id, head.head_seq, incarnation, head.head_seq, head.incarnation)
+                raise why_refused(head, head.head_seq, incarnation)
             self._runs[run_id].heartbeat_at = self._seconds()
 
     def hurry(self, seconds: float) -> None:

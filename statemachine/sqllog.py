@@ -209,7 +209,7 @@ class SqlLog:
         def work(cursor: Any) -> None:
             if self._sql.heartbeat.run(cursor, run=run_id, mine=incarnation).rowcount == 0:
                 head = self._locked_head(cursor, run_id)
-                raise why_refused(run_id, head.head_seq, incarnation, head.head_seq, head.incarnation)
+                raise why_refused(head, head.head_seq, incarnation)
 
         self._transact(work)
 
@@ -282,7 +282,7 @@ class SqlLog:
         self._sql.page.run(cursor, run=head.run_id, after=expected_seq, size=len(rows))
         if rows_of(head.run_id, cursor) == list(rows):
             return True
-        raise why_refused(head.run_id, expected_seq, incarnation, head.head_seq, head.incarnation)
+        raise why_refused(head, expected_seq, incarnation)
 
     def _locked_head(self, cursor: Any, run_id: str) -> RunHead:
         head = head_of(self._sql.lock_head.run(cursor, run=run_id).fetchone())

@@ -5,7 +5,8 @@ the log's events make. So a driver that takes a run over first brings both into 
 row is neither repeated nor lost, whenever the driver before it died.
 
 Every row carries `update` (updates done), `optimizer_step` (optimizer steps taken by then, skipped ones
-included) and `policy_version` (at that update; of an evaluation, the one that was evaluated).
+included) and `policy_version` (that the update was trained at: the publication that it causes shows from the
+next row on; of an evaluation, the one that was evaluated).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench", description="Ratios, each measured in one run.")
     parser.add_argument("--only", action="append", choices=list(GROUPS), help="this group; may be repeated")
     parser.add_argument("--quick", action="store_true", help="small numbers: whether it works, not how fast")
-    parser.add_argument("--events", type=int, default=200_000, help="events of the log that is read")
+    parser.add_argument("--events", type=int, default=1_000_000, help="events of the log that is read")
     parser.add_argument("--keep", action="store_true", help="keep the scratch folder")
     arguments = parser.parse_args()
     began = time.monotonic()

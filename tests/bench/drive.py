@@ -8,6 +8,7 @@ the learner's calls and the log's append.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import sys
@@ -78,6 +79,15 @@ def processor_seconds() -> dict[str, float]:
     return found
 
 
+def memory_bytes() -> int:
+    """What all processes of the run hold, shared pages counted once."""
+    own, found = psutil.Process(), 0
+    for process in [own, *own.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            found += process.memory_full_info().pss
+    return found
+
+
 async def drive(settings: dict[str, Any]) -> None:
     """The whole run."""
     from surefoot.trainer.run import Run
@@ -86,7 +96,7 @@ async def drive(settings: dict[str, Any]) -> None:
     watch_learner()
     journals: list[Any] = []
     appends: list[AppendWatch] = []
-    processors_at = settings.get("processors_at", ())
+    processors_at, memory_at = settings.get("processors_at", ()), settings.get("memory_at", ())
 
     def listener(row: Any, event: Any, state: Any) -> None:
         facts: dict[str, Any] = {}
@@ -97,6 +107,10 @@ async def drive(settings: dict[str, Any]) -> None:
             facts |= {"update": event.update, "seconds": event.seconds}
             if event.update in processors_at:  # looking at every process takes time itself
                 facts["processors"] = processor_seconds()
+            if event.update in memory_at:
+                facts["memory_bytes"] = memory_bytes()
+        elif row.type == "EvaluationDone":
+            facts["reward_mean"] = event.reward_mean
         say("event", type=row.type, seq=row.seq, **facts)
 
     started = Run.start(

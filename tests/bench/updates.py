@@ -1,4 +1,4 @@
-"""Seconds per update against a bare loop doing the same work, and the log's share of them.
+"""Seconds per update against a bare loop doing the same work; what the quickstart takes and learns.
 
 Owns nothing. Everything has two cores: the bare loop two threads; both runs a rollout worker and a learner
 rank of one thread each, which work side by side or, at bound 0, take turns. All one after the other; the bare
@@ -17,11 +17,12 @@ from .workload import write_config
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 TOO_SLOW_SECONDS = 600.0
+QUICKSTART_SECONDS, FIRST_STEP_SECONDS, MEMORY_BYTES = 300.0, 30.0, 4e9
 LAST = 2  # updates at the end, next to which nothing is generated any more
 
 
 def measure(bench: Bench) -> list[Figure]:
-    """Three figures: asynchronous, bound 0, the log's share."""
+    """Asynchronous, bound 0, and the quickstart's figures."""
     updates, skip = (8, 3) if bench.quick else (42, 5)
     bare = {"model": str(bench.model), "threads": 2, "updates": updates, "skip": skip}
     bench.say(f"bare loop, {updates} updates")
@@ -49,18 +50,58 @@ def measure(bench: Bench) -> list[Figure]:
             says="seconds per update, max_staleness 0 / bare one-process loop",
             details=base | runs[0],
         ),
-        _log_share(bench, {name: value for name, value in runs[1].items() if name.startswith("log_")}),
+        *_quickstart(bench, {name: value for name, value in runs[1].items() if name.startswith("log_")}),
     ]
 
 
-def _log_share(bench: Bench, steady: dict[str, Any]) -> Figure:
-    """The quickstart from its command to its end, and what of that its log's thread was appending."""
+def _quickstart(bench: Bench, steady: dict[str, Any]) -> list[Figure]:
+    """The quickstart from its command to its end: what it takes, what it learns, and what of its time its
+    log's thread was appending."""
     bench.say("the quickstart")
-    sets = ["data.size=256"] if bench.quick else []
-    settings = {"config": str(QUICKSTART), "runs_dir": str(bench.folder / "quickstart"), "sets": sets}
-    lines = _lines(bench, settings)
-    last = [line for line in lines if line["what"] == "event"][-1]
+    sets, memory_at = (["data.size=256"], [4]) if bench.quick else ([], [20, 100])
+    folder = str(bench.folder / "quickstart")
+    lines = _lines(
+        bench, {"config": str(QUICKSTART), "runs_dir": folder, "sets": sets, "memory_at": memory_at}
+    )
+    events = [line for line in lines if line["what"] == "event"]
     seconds = lines[-1]["at"] - lines[0]["at"]
+    first_step = next(line["at"] for line in events if line["type"] == "UpdateApplied") - lines[0]["at"]
+    rewards = [line["reward_mean"] for line in events if "reward_mean" in line]
+    held = max(line["memory_bytes"] for line in events if "memory_bytes" in line)
+    return [
+        _log_share(events[-1], seconds, steady),
+        Figure(
+            "quickstart_gain",
+            rewards[-1] - rewards[0],
+            at_least=0.15,
+            says="held-out greedy reward of the quickstart's sums, last less first",
+            details={"rewards": rewards},
+        ),
+        Figure(
+            "quickstart_seconds",
+            seconds / QUICKSTART_SECONDS,
+            at_most=1.0,
+            says=f"the whole quickstart / {QUICKSTART_SECONDS:g} s",
+            details={"seconds": seconds},
+        ),
+        Figure(
+            "first_step",
+            first_step / FIRST_STEP_SECONDS,
+            at_most=1.0,
+            says=f"from the command to the first optimizer step / {FIRST_STEP_SECONDS:g} s",
+            details={"seconds": first_step},
+        ),
+        Figure(
+            "memory",
+            held / MEMORY_BYTES,
+            at_most=1.0,
+            says=f"all processes of the quickstart together / {MEMORY_BYTES / 1e9:g} GB",
+            details={"megabytes": held / 1e6},
+        ),
+    ]
+
+
+def _log_share(last: dict[str, Any], seconds: float, steady: dict[str, Any]) -> Figure:
     return Figure(
         "log_share",
         last["in_thread"] / seconds,

@@ -42,7 +42,7 @@ def test_killed_twice_and_resumed_at_once_it_is_the_same_run(untouched: RealRun,
     assert run.ledger() == untouched.ledger()
 
 
-def test_sigterm_to_every_process_leaves_a_checkpoint_no_child_and_code_75(
+def test_sigterm_leaves_a_checkpoint_no_child_and_code_75_and_a_second_ends_it_at_once(
     untouched: RealRun, tmp_path: Path
 ) -> None:
     """Reports 36 and 37."""
@@ -57,6 +57,22 @@ def test_sigterm_to_every_process_leaves_a_checkpoint_no_child_and_code_75(
     assert gone(below) == []
     state = run.state()
     assert state.phase == "Preempted" and state.updates in state.checkpoints
+
+    life = run.start()
+    life.wait_for("WorkersReady", 2)
+    below = life.below()
+    os.kill(life.process.pid, signal.SIGTERM)  # to the driver alone, as most senders do
+    assert life.wait() == 75, run.output()
+    assert gone(below) == []
+
+    life = run.start()
+    life.wait_for("IncarnationBegan", 3)
+    below = life.below()
+    for number in (signal.SIGTERM, signal.SIGINT):  # two of one kind may arrive as one
+        os.kill(life.process.pid, number)
+    assert life.wait() in (-signal.SIGTERM, -signal.SIGINT), "the second ends it at once"
+    assert gone(below) == []
+
     assert run.live() == 0, run.output()
     assert run.ledger() == untouched.ledger()
     assert run.live() == 0 and "already" in run.output()

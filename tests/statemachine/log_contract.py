@@ -335,6 +335,7 @@ class LogContract:
         with pytest.raises(FencedOut) as refused:
             log.heartbeat("a", 1)
         assert refused.value.facts == {"run": "a", "mine": 1, "current": 2}
+        assert "incarnation 2 (process 4242 on another-host.invalid)" in str(refused.value)
         assert self.reason_of(log, log.take_over("a", HERE)) == TakeReason.SILENT
 
     # reading beside a writer
