@@ -306,7 +306,8 @@ def _forget_stdout() -> None:
 
 def _report(error: BaseException) -> int:
     if isinstance(error, typer.TyperException):
-        message, code = _mistyped(error) or error.format_message(), MISTAKE
+        usage = f"{error.format_message().rstrip('.')}; `surefoot --help` shows what there is"
+        message, code = _mistyped(error) or usage, MISTAKE
     elif isinstance(error, SurefootError):
         message, code = str(error), MISTAKE if isinstance(error, UserMistake) else FAILED
     elif isinstance(error, KeyboardInterrupt):

@@ -54,8 +54,12 @@ def load_config(
         tree: dict[str, Any] = source.resolved()
     elif isinstance(source, Mapping):
         tree = _copy(source)
-    else:
+    elif isinstance(source, str | Path):
         tree, folder = _read(Path(source)), Path(source).resolve().parent
+    else:
+        raise ConfigRefused(
+            f"the config is a {type(source).__name__}: give the path of a TOML file, or a dict"
+        )
     if rows is not None:
         _override(tree, "data.source", OBJECT + rows)
         for made_of_a_task in ("size", "options"):

@@ -58,13 +58,12 @@ def curve_of(rows: Iterable[EventRow]) -> Curve:
     return curve
 
 
-def running_mean(values: list[float], width: int) -> list[float]:
-    """The mean of up to `width` values around each, fewer at the ends; what is no number is left out."""
-    half = width // 2
+def running_mean(values: list[float], half: int) -> list[float]:
+    """For each value with `half` others on both sides, the mean of all of them; what is no number is left
+    out. There is none for the first and last `half`: of fewer values it would jump."""
     smooth: list[float] = []
-    for place in range(len(values)):
-        reach = min(half, place, len(values) - 1 - place)  # even on both sides, so that the ends do not lean
-        near = [value for value in values[place - reach : place + reach + 1] if math.isfinite(value)]
+    for place in range(half, len(values) - half):
+        near = [value for value in values[place - half : place + half + 1] if math.isfinite(value)]
         smooth.append(sum(near) / len(near) if near else math.nan)
     return smooth
 
@@ -79,10 +78,10 @@ def draw_curve(rows: Iterable[EventRow], path: str | Path) -> Path:
     figure = Figure(figsize=(9.0, 6.0), dpi=120, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     above.plot(curve.updates, curve.rewards, color="#9db8d2", linewidth=0.9, label="reward in training")
-    width = max(1, round(SMOOTHING_SHARE * len(curve.updates)))
-    if width > 2:
-        smooth = running_mean(curve.rewards, width)
-        above.plot(curve.updates, smooth, color="#1f5a96", linewidth=1.8, label=f"mean of {width} updates")
+    half = round(SMOOTHING_SHARE * len(curve.updates) / 2)
+    if half > 0:
+        smooth, label = running_mean(curve.rewards, half), f"mean of {2 * half + 1} updates"
+        above.plot(curve.updates[half:-half], smooth, color="#1f5a96", linewidth=1.8, label=label)
     if curve.held_out:
         how = "greedy" if curve.deterministic_evaluation else "sampled"
         above.plot(

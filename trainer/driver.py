@@ -250,7 +250,7 @@ class Driver:
             decision = next_batch(self._journal.state, self._parts.config.rollout.max_attempts)
             if isinstance(decision, Blocked):
                 raise RunFailedError(
-                    f"prompt {decision.prompt_index} failed {decision.failures} times "
+                    f"prompt {decision.prompt_index} failed {counted(decision.failures, 'time')} "
                     f"(rollout.max_attempts = {self._parts.config.rollout.max_attempts}): {decision.error}; "
                     "put that right, and run the same command again",
                     prompt_index=decision.prompt_index,

@@ -217,6 +217,11 @@ def test_an_error_that_is_no_mistake_is_one_line_and_exit_code_1(
     assert "No space left on device" in error
 
 
+def test_a_mistyped_command_is_told_where_the_right_ones_are(shell: Shell) -> None:
+    for words in (["nosuch"], ["plan"], ["plan", "a.toml", "--nosuch"]):
+        assert shell.refused(*words).endswith("; `surefoot --help` shows what there is\n")
+
+
 def test_a_full_disk_is_said_with_the_way_out(
     shell: Shell, config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,11 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
+def test_a_config_of_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigRefused, match="the config is a int: give the path of a TOML file, or a dict"):
+        load_config(7)  # type: ignore[arg-type]
+
+
 def test_the_list_of_options_grows_only_by_a_deliberate_change() -> None:
     assert [key for key, _, _ in option_fields()] == OPTIONS
 
