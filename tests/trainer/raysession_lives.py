@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -158,9 +159,16 @@ async def joining(address: str) -> dict[str, Any]:
 
 async def cancelled() -> dict[str, Any]:
     """Cancelled while Ray starts."""
+    loop, started = asyncio.get_running_loop(), asyncio.Event()
+
+    class Noted(subprocess.Popen[Any]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            loop.call_soon_threadsafe(started.set)
+
+    subprocess.Popen = Noted  # before Ray is imported, which makes its own kind of it
     entering = asyncio.ensure_future(_enter_local())
-    while not psutil.Process().children():  # noqa: ASYNC110 - another process's start is no event here
-        await asyncio.sleep(0.01)
+    await started.wait()
     processes = psutil.Process().children(recursive=True)
     entering.cancel()
     await asyncio.wait({entering})
