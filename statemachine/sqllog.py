@@ -300,12 +300,10 @@ class SqlLog:
         with self._lock:
             cursor = self._cursor or self._connect_to_write()
             try:
+                if self._database.cut is None:
+                    return self._try(cursor, work)
                 with self._bounded(cursor.connection):
-                    if self._database.begin is not None:
-                        cursor.execute(self._database.begin)
-                    done = work(cursor)
-                    cursor.connection.commit()
-                    return done
+                    return self._try(cursor, work)
             except BaseException:
                 try:
                     cursor.connection.rollback()
@@ -315,6 +313,13 @@ class SqlLog:
                     self._writing.invalidate()
                     self._writing = self._cursor = None
                 raise
+
+    def _try(self, cursor: Any, work: Callable[[Any], T]) -> T:
+        if self._database.begin is not None:
+            cursor.execute(self._database.begin)
+        done = work(cursor)
+        cursor.connection.commit()
+        return done
 
     def _connect_to_write(self) -> Any:
         assert self._database.writer is not None
