@@ -16,7 +16,7 @@ from .lives import Checker, Life, TakeOver, draw, history, report
 from .world import World
 
 HISTORIES_PER_BLOCK = 100
-BLOCKS = 7  # a history has three to four lives on average
+BLOCKS = 6  # a history has three to four lives on average
 LATE_SWEEP = [
     Life(crash_after=60),
     Life(taken_over=TakeOver(None, after_calls=1, old_held_seconds=3.0, heir_waits_seconds=0.0)),
