@@ -72,6 +72,16 @@ def test_a_process_beside_that_is_killed_leaves_the_work_to_its_parent(
         assert result() == folded(log.read(RUN))
 
 
+@pytest.mark.parametrize("executable", ["/nowhere/python", "/bin/false"])
+def test_where_no_process_comes_up_beside_the_work_is_done_here(
+    log: SqlLog, executable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BESIDE_FROM_EVENTS", 0)
+    monkeypatch.setattr(module.sys, "executable", executable)
+    with folding(log, "sqlite:///nowhere", RUN, log.head(RUN).head_seq) as result:
+        assert result() == folded(log.read(RUN))
+
+
 def test_nobody_is_left_when_the_answer_is_not_wanted_any_more(
     log: SqlLog, sqlite_url: str, started: list[subprocess.Popen[bytes]]
 ) -> None:

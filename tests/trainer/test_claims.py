@@ -7,18 +7,21 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from surefoot.statemachine.errors import ConfigChanged, RunClosed, UserMistake
-from surefoot.statemachine.log import verify_chain
-from surefoot.statemachine.sqllog import open_log
+from surefoot.statemachine.errors import ConfigChanged, LogUnavailable, RunClosed, UserMistake
+from surefoot.statemachine.log import RunHead, driver_of, verify_chain
+from surefoot.statemachine.sqllog import SqlLog, open_log
 from surefoot.trainer.outcome import Outcome
 from surefoot.trainer.plan import first_event
-from surefoot.trainer.run import Run, _outcome_if_over, train
+from surefoot.trainer.run import Run, _claimed, _outcome_if_over, train
+from surefoot.trainer.threads import Threads
 from tests.simulation.fileworld import FileWorld, prepared
 from tests.simulation.world import crash_at, small_config, trained
 from tests.statemachine.logs import ROOT, dead_driver
@@ -179,6 +182,66 @@ def test_a_run_that_ends_while_ray_starts_is_told_of_as_any_that_is_over(
             return await run.outcome()
 
     assert asyncio.run(started()).message.startswith("already completed")
+
+
+class HeldLog:
+    """A log that says what was asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    def release(self, run_id: str, incarnation: int) -> None:
+        self.asked.append((run_id, incarnation))
+
+    def close(self) -> None:
+        self.asked.append("close")
+
+
+async def test_a_claim_that_nobody_waits_for_any_more_lets_go_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that claims cannot be cancelled: what it has taken is given back."""
+    log, began, goes_on = HeldLog(), asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def claim(*_: object) -> tuple[HeldLog, RunHead]:
+        loop.call_soon_threadsafe(began.set)
+        goes_on.wait()
+        return log, RunHead("a", 2, "h", 7, None, 0.0, False)
+
+    monkeypatch.setattr("surefoot.trainer.run._claim", claim)
+    threads = Threads("test")
+    claiming = asyncio.ensure_future(_claimed(threads))
+    await began.wait()
+    claiming.cancel()
+    loop.call_soon(goes_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await claiming
+    threads.close()
+    assert log.asked == [("a", 7), "close"]
+
+
+def test_a_driver_whose_append_failed_lets_go_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program that it was part of may live on, and is asked for the same run again."""
+    world, append = FileWorld(tmp_path), SqlLog.append
+
+    def full(log: SqlLog, run_id: str, expected_seq: int, *rest: Any) -> None:
+        if expected_seq > 20:
+            raise LogUnavailable("the disk is full")
+        append(log, run_id, expected_seq, *rest)
+
+    monkeypatch.setattr(SqlLog, "append", full)
+    with pytest.raises(LogUnavailable):
+        world.run()
+    head = world.log.head("sim")
+    assert head.released and driver_of(head) == "left"
+    monkeypatch.undo()
+    world.log.close()
+    again = FileWorld(tmp_path)
+    assert again.run().exit_code == 0
+    again.log.close()
 
 
 async def test_train_inside_an_event_loop_is_refused_with_what_to_use_there() -> None:
