@@ -230,6 +230,7 @@ class Driver:
                 if self._keeper.is_due(state.updates) and state.updates not in state.checkpoints:
                     await self._keeper.save(state.updates, self._publisher.served)
                 if ready is None:
+                    await self._reissue_stale()
                     decision = await self._next_batch()
                     if isinstance(decision, Exhausted):
                         await self._finish(decision)
@@ -308,14 +309,19 @@ class Driver:
             await cancel(reading)
         if issued:
             self._feeder.submit_admitted(issued)
+        await self._reissue_stale()
+        if ahead is not None:
+            crashpoint("update.begun")
+        return ahead
+
+    async def _reissue_stale(self) -> None:
+        """Under on_stale = "reissue": after a publication, and once more before a batch is chosen, as the
+        driver may have died in between."""
         stale = stale_after_publication(self._journal.state)
         if stale:
             await self._batches.reissue(
                 ev.IssueReason.STALE, [(i.prompt_index, i.attempt - 1) for i in stale]
             )
-        if ahead is not None:
-            crashpoint("update.begun")
-        return ahead
 
     async def _finish(self, exhausted: Exhausted) -> None:
         journal, state = self._journal, self._journal.state

@@ -97,3 +97,10 @@ def test_the_simulator_finds_a_sweep_that_takes_a_newer_drivers_files(
 def test_a_late_sweep_leaves_a_newer_drivers_files() -> None:
     """The very histories that the test before breaks the keeper for."""
     assert findings(range(20), LATE_SWEEP) == {}
+
+
+def test_what_a_publication_made_stale_is_issued_again_though_the_driver_ended_right_after_it() -> None:
+    """Found as seed 5001475: under on_stale = "reissue" the next driver trained a group beyond the bound."""
+    world = history(draw(5001475))
+    assert world.config.sync.on_stale == "reissue"
+    assert all(event.staleness_max <= 1 for event in world.events("UpdateApplied"))
