@@ -12,7 +12,7 @@ import pytest
 
 from surefoot.statemachine import database
 from surefoot.statemachine.errors import LogBroken, LogUnavailable, RunExists, RunUnknown, UserMistake
-from surefoot.statemachine.log import EventLog, verify_chain
+from surefoot.statemachine.log import EventLog, EventRow, verify_chain
 from surefoot.statemachine.sqllog import SqlLog, open_log
 
 from ..servers import Server
@@ -197,11 +197,8 @@ def test_patience_with_a_server_that_stays_away_has_an_end(postgres_url: str, po
     log.close()
 
 
-def test_a_process_about_to_end_is_not_patient(postgres_url: str, postgres: Server) -> None:
-    """Asked to stop while its server is away, a driver gives up within the time that it was given."""
-    log = open_log(postgres_url, migrate=True, patience_seconds=3600.0)
-    head = log.create("a", FIRST, HERE)
-    rows = rows_after(head, note("in the end"))
+def appending(log: SqlLog, rows: list[EventRow]) -> tuple[threading.Thread, list[LogUnavailable]]:
+    """A thread, not started, that appends; and what it is refused with."""
     refused: list[LogUnavailable] = []
 
     def append_one() -> None:
@@ -210,9 +207,17 @@ def test_a_process_about_to_end_is_not_patient(postgres_url: str, postgres: Serv
         except LogUnavailable as error:
             refused.append(error)
 
+    return threading.Thread(target=append_one, daemon=True), refused
+
+
+def test_a_process_about_to_end_is_not_patient(postgres_url: str, postgres: Server) -> None:
+    """Asked to stop while its server is away, a driver gives up within the time that it was given."""
+    log = open_log(postgres_url, migrate=True, patience_seconds=3600.0)
+    head = log.create("a", FIRST, HERE)
+    rows = rows_after(head, note("in the end"))
+    waiting, refused = appending(log, rows)
     postgres.stop()
     try:
-        waiting = threading.Thread(target=append_one, daemon=True)
         waiting.start()
         log.hurry(0.2)
         waiting.join(timeout=30.0)
@@ -232,15 +237,7 @@ def test_a_server_that_hangs_is_not_waited_for_for_ever(
     log = open_log(postgres_url, migrate=True, patience_seconds=3600.0 if asked_to_end else 1.0)
     head = log.create("a", FIRST, HERE)
     rows = rows_after(head, note("in the end"))
-    refused: list[LogUnavailable] = []
-
-    def append_one() -> None:
-        try:
-            log.append("a", 2, 1, rows)
-        except LogUnavailable as error:
-            refused.append(error)
-
-    waiting = threading.Thread(target=append_one, daemon=True)
+    waiting, refused = appending(log, rows)
     with postgres.frozen():
         waiting.start()
         if asked_to_end:
