@@ -16,7 +16,6 @@ from .audit_storage import StorageAudit
 from .budget import BudgetInputs, resolve_budget
 from .errors import BudgetRefused
 from .events import (
-    REWARD_CODE,
     BudgetResolved,
     DropReason,
     GroupsDropped,
@@ -120,7 +119,11 @@ class LivesAudit:
             facts.violation(
                 "incarnations", seq, f"incarnation {event.incarnation} began after {facts.incarnation}"
             )
-        self.rewards_changed += REWARD_CODE in event.config_changes
+        for name, (old, new) in event.digest_changes.items():
+            if name == "reward":  # a fault in it may be put right
+                self.rewards_changed += 1
+            else:
+                facts.violation("config", seq, f"the digest of the {name} was changed from {old} to {new}")
         for key in event.config_changes:
             if key.startswith(FIXED_KEYS):
                 facts.violation("config", seq, f"{key} was changed to {event.config_changes[key][-1:]}")

@@ -116,10 +116,6 @@ class RunCreated(Event, frozen=True, kw_only=True):
     cached_keys_kept_at_swap: bool = True  # keys and values made by older weights are kept
 
 
-REWARD_CODE = "digests.reward"
-"""Among the changes of an incarnation: the code of the reward function is another."""
-
-
 class IncarnationBegan(Event, frozen=True, kw_only=True):
     """A driver took the run; every later append carries its number."""
 
@@ -127,7 +123,8 @@ class IncarnationBegan(Event, frozen=True, kw_only=True):
     reason: TakeReason
     host: str
     pid: int
-    config_changes: dict[str, list[Any]] = {}
+    config_changes: dict[str, list[Any]] = {}  # dotted key -> [old, new]
+    digest_changes: dict[str, list[str]] = {}  # of RunCreated.digests: name -> [old, new]
     accept_divergence: bool = False
 
 

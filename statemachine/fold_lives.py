@@ -31,8 +31,8 @@ def on_incarnation(state: RunState, event: ev.IncarnationBegan, row: EventRow) -
     if not event.incarnation == row.incarnation == state.incarnation + 1:
         refuse(row, f"incarnation {event.incarnation} does not follow {state.incarnation}")
     assert state.created is not None
-    if event.config_changes:
-        state.created = _with_changes(state.created, event.config_changes)
+    if event.config_changes or event.digest_changes:
+        state.created = with_changes(state.created, event)
     state.incarnation = event.incarnation
     state.accept_divergence = event.accept_divergence
     state.end = None
@@ -44,19 +44,16 @@ def on_incarnation(state: RunState, event: ev.IncarnationBegan, row: EventRow) -
             group.under_way = False
 
 
-def _with_changes(created: ev.RunCreated, changes: dict[str, list[Any]]) -> ev.RunCreated:
-    """The first event with the config as this incarnation changed it, and with the digest of its reward's
-    code; dotted keys."""
-    config, digests = msgspec.json.decode(msgspec.json.encode(created.config)), dict(created.digests)
-    for key, (_, new) in changes.items():
+def with_changes(created: ev.RunCreated, began: ev.IncarnationBegan) -> ev.RunCreated:
+    """The first event with the config and the digests as an incarnation changed them."""
+    config = msgspec.json.decode(msgspec.json.encode(created.config))
+    for key, (_, new) in began.config_changes.items():
         node = config
         *parents, leaf = key.split(".")
-        if key == ev.REWARD_CODE:
-            digests[leaf] = new
-            continue
         for parent in parents:
-            node = node[parent]
+            node = node.setdefault(parent, {})  # a table that has come to be since the run began
         node[leaf] = new
+    digests = created.digests | {name: new for name, (_, new) in began.digest_changes.items()}
     return msgspec.structs.replace(created, config=config, digests=digests)
 
 

@@ -104,6 +104,7 @@ class EventLog(Protocol):
         *,
         ask: bool = False,
         config_changes: Mapping[str, list[Any]] | None = None,
+        digest_changes: Mapping[str, list[str]] | None = None,
         accept_divergence: bool = False,
     ) -> RunHead:
         """Raise the incarnation and append IncarnationBegan, in one transaction.
@@ -314,6 +315,7 @@ def incarnation_began(
     reason: TakeReason,
     driver: DriverIdentity,
     config_changes: Mapping[str, list[Any]] | None = None,
+    digest_changes: Mapping[str, list[str]] | None = None,
     accept_divergence: bool = False,
 ) -> IncarnationBegan:
     """The event with which `driver` begins its life."""
@@ -323,6 +325,7 @@ def incarnation_began(
         host=driver.host,
         pid=driver.pid,
         config_changes=dict(config_changes or {}),
+        digest_changes=dict(digest_changes or {}),
         accept_divergence=accept_divergence,
     )
 

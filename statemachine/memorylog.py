@@ -75,6 +75,7 @@ class MemoryLog:
         *,
         ask: bool = False,
         config_changes: Mapping[str, list[Any]] | None = None,
+        digest_changes: Mapping[str, list[str]] | None = None,
         accept_divergence: bool = False,
     ) -> RunHead:
         with self._lock:
@@ -82,7 +83,7 @@ class MemoryLog:
             refuse_closed(run_id, self._runs[run_id].rows[-1].type)
             reason = take_reason(head, ask=ask, lives=self._lives)
             mine = head.incarnation + 1
-            began = incarnation_began(mine, reason, driver, config_changes, accept_divergence)
+            began = incarnation_began(mine, reason, driver, config_changes, digest_changes, accept_divergence)
             rows = build_rows(run_id, head.head_seq, head.head_hash, mine, (began,), self._now())
             run = self._runs[run_id]
             self._runs[run_id] = _Run(run.rows + rows, mine, driver, self._seconds(), False)

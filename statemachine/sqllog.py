@@ -139,6 +139,7 @@ class SqlLog:
         *,
         ask: bool = False,
         config_changes: Mapping[str, list[Any]] | None = None,
+        digest_changes: Mapping[str, list[str]] | None = None,
         accept_divergence: bool = False,
     ) -> RunHead:
         sent: set[str] = set()
@@ -151,7 +152,7 @@ class SqlLog:
             refuse_closed(run_id, rows_of(run_id, cursor)[0].type)
             reason = take_reason(head, ask=ask, lives=self._lives)
             mine = head.incarnation + 1
-            began = incarnation_began(mine, reason, driver, config_changes, accept_divergence)
+            began = incarnation_began(mine, reason, driver, config_changes, digest_changes, accept_divergence)
             rows = build_rows(run_id, head.head_seq, head.head_hash, mine, (began,), self._now())
             last = rows[-1]
             sent.add(last.hash)

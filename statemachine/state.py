@@ -8,10 +8,11 @@ ranks, readers and tests all fold the same rows with this one class.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 from . import events as ev
 from . import fold_groups, fold_learning, fold_lives, fold_storage
@@ -188,6 +189,13 @@ class RunState:
 
     # -- the fold -------------------------------------------------------------------------------------
 
+    def copy(self) -> RunState:
+        """The same state, which folds on by itself: nothing that the fold changes is shared."""
+        other = RunState()
+        for name, value in vars(self).items():
+            setattr(other, name, _apart(value))
+        return other
+
     def apply(self, row: EventRow, event: ev.Event | None = None) -> ev.Event:
         """Fold one row. Raises LogBroken (not the next row) and IllegalEvent (not legal here)."""
         seq, kind = row.seq, row.type
@@ -219,6 +227,14 @@ _HANDLERS: dict[str, Callable[[RunState, Any, EventRow], None]] = {
     **fold_storage.HANDLERS,
 }
 """By the type that a row names. Each checks first and changes after."""
+
+
+def _apart(value: Any) -> Any:
+    """A copy of what the fold changes in place; all else stands for itself."""
+    if isinstance(value, dict):
+        held = cast(dict[Any, Any], value)
+        return {k: copy.copy(one) if isinstance(one, LiveGroup | FileUse) else one for k, one in held.items()}
+    return copy.copy(cast(Any, value)) if isinstance(value, list | bytearray) else value
 
 
 def fold(rows: Iterable[EventRow], state: RunState | None = None) -> RunState:

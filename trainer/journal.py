@@ -1,9 +1,10 @@
 """The journal: one run's log as its driver writes it, and the state that the log adds up to.
 
 Owns the folded `RunState` and the phase machine, and is the only path by which either changes: a decision is
-made by a function of the state under the journal's lock, committed in one transaction, then folded, then
-told to listeners. The invariant: `state` never holds anything that is not committed, and nobody decides
-on a state that an append under way is about to change.
+made by a function of the state under the journal's lock, tried on a second fold that runs one append ahead,
+committed in one transaction, then folded, then told to listeners. The invariants: `state` never holds
+anything that is not committed; nobody decides on a state that an append under way is about to change; what
+the fold would refuse is never written, so no fault of a driver leaves a log that its heirs cannot fold.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from ..statemachine.crashpoints import crashpoint
-from ..statemachine.errors import IllegalEvent, LogError, SurefootError
+from ..statemachine.errors import LogError, SurefootError
 from ..statemachine.events import Event
 from ..statemachine.log import EventLog, EventRow, RunHead, build_rows
-from ..statemachine.phases import Phases, destination
+from ..statemachine.phases import Phases
 from ..statemachine.state import RunState
 
 PARTING_SECONDS = 5.0
@@ -50,6 +51,7 @@ class Journal:
         self.log = log
         self.run_id = head.run_id
         self.state = state
+        self._ahead = state.copy()  # what the append under way makes of the state; else equal to it
         self.incarnation = head.incarnation
         self.phases = Phases(state.phase)
         self.listeners: list[Listener] = []
@@ -70,7 +72,7 @@ class Journal:
 
         The append goes on if the caller is cancelled, so that log and state stay equal. After a failed
         append nothing more is written: whatever its outcome was, the log will say it to the next driver.
-        Raises FencedOut, WrongSeq, IllegalEvent, and whatever the database raised.
+        Raises IllegalEvent before anything is written; FencedOut, WrongSeq, and whatever the database raised.
         """
         task = asyncio.ensure_future(self._commit(decide))
         task.add_done_callback(_look_at)
@@ -83,18 +85,11 @@ class Journal:
             events = list(decide(self.state))
             if not events:
                 return []
-            if self.state.ended:
-                # Decided before the end, and late for the lock: nothing stands after an end.
-                raise IllegalEvent(
-                    f"{type(events[0]).__name__} is too late: this incarnation has ended",
-                    seq=self.state.seq,
-                    event=type(events[0]).__name__,
-                )
-            destination(self.state, events[0])  # refused before it is written
-            crashpoint("log.append.before")
             rows = build_rows(
                 self.run_id, self.state.seq, self.state.hash, self.incarnation, events, self._now()
             )
+            self._try(rows, events)
+            crashpoint("log.append.before")
             started = asyncio.get_running_loop().time()
             try:
                 await self._blocking(self.log.append, self.run_id, self.state.seq, self.incarnation, rows)
@@ -112,6 +107,18 @@ class Journal:
             if raised:  # a listener's: the log and the fold are whole
                 raise raised[0]
             return events
+
+    def _try(self, rows: Sequence[EventRow], events: Sequence[Event]) -> None:
+        """Fold ahead of the append. Raises IllegalEvent, and whatever else a fold raises: nothing is written
+        then, and the journal is as it was."""
+        if self.state.incarnation != self.incarnation:
+            return  # taken over from before it had read its log, which refuses the append and says by whom
+        try:
+            for row, event in zip(rows, events, strict=True):
+                self._ahead.apply(row, event)
+        except BaseException:
+            self._ahead = self.state.copy()
+            raise
 
     def _fold(self, row: EventRow, event: Event) -> list[Exception]:
         """Fold one row, and tell the listeners; what they raise is returned."""

@@ -22,7 +22,7 @@ from ..rollout.tokens import Tokenizer, load_tokenizer
 from ..rollout.weightfiles import weights_digest
 from ..statemachine.budget import BudgetInputs, resolve_budget, schedule_of
 from ..statemachine.errors import ConfigChanged, ConfigRefused, DataRefused, ModelRefused, UserMistake
-from ..statemachine.events import REWARD_CODE, BudgetResolved, RunCreated
+from ..statemachine.events import BudgetResolved, RunCreated
 from ..statemachine.schedule import learning_rates
 from .config import changed, missing_path, refuse_changes
 from .options import PATHS, Config
@@ -163,8 +163,7 @@ def config_changes(run: str, created: RunCreated, prepared: Prepared) -> dict[st
     """What differs from the run's config and may: dotted key -> [old, new].
 
     `created` is the fold's: with the changes of every incarnation so far. A path may change as long as what
-    lies there is the same. The code of the reward may change, as a fault in it is put right, and that is
-    recorded. Raises ConfigChanged with both values.
+    lies there is the same. Raises ConfigChanged with both values.
     """
     for role in sorted(created.objects.keys() | prepared.objects.keys()):
         old, new = created.objects.get(role), prepared.objects.get(role)
@@ -176,7 +175,6 @@ def config_changes(run: str, created: RunCreated, prepared: Prepared) -> dict[st
                 keys=[role],
             )
     forbidden, allowed = changed(created.config, prepared.config.resolved())
-    old_code, new_code = (digests.get("reward") for digests in (created.digests, prepared.digests))
     named = sorted((created.digests.keys() | prepared.digests.keys()) - {"reward"})
     same = all(created.digests.get(name) == prepared.digests.get(name) for name in named)
     moved = {key: pair for key, pair in forbidden.items() if key in PATHS and same and None not in pair}
@@ -190,10 +188,14 @@ def config_changes(run: str, created: RunCreated, prepared: Prepared) -> dict[st
                 run=run,
                 keys=[name],
             )
-    found = {key: list(pair) for key, pair in {**allowed, **moved}.items()}
-    if None not in (old_code, new_code) and old_code != new_code:
-        found[REWARD_CODE] = [old_code, new_code]
-    return found
+    return {key: list(pair) for key, pair in {**allowed, **moved}.items()}
+
+
+def digest_changes(created: RunCreated, prepared: Prepared) -> dict[str, list[str]]:
+    """Which digests differ and may: name -> [old, new]. It is the code of the reward alone, as a fault in it
+    is put right; `config_changes` refuses the others."""
+    old, new = (digests.get("reward") for digests in (created.digests, prepared.digests))
+    return {} if old is None or new is None or old == new else {"reward": [old, new]}
 
 
 def plan_dict(prepared: Prepared) -> dict[str, Any]:

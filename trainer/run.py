@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..statemachine.errors import LogBroken, RunClosed, RunExists, RunUnknown, SurefootError, UserMistake
-from ..statemachine.events import REWARD_CODE, Event, IncarnationBegan
+from ..statemachine.events import Event, IncarnationBegan
 from ..statemachine.liveness import DriverIdentity, lives
 from ..statemachine.log import EventLog, EventRow, RunHead, chained, driver_of, take_reason
 from ..statemachine.sqllog import open_log
@@ -26,7 +26,7 @@ from .journal import Journal, Listener
 from .outcome import Outcome, outcome_of
 from .parts import unheard
 from .places import Place, next_free
-from .plan import Prepared, config_changes, first_event, prepare
+from .plan import Prepared, config_changes, digest_changes, first_event, prepare
 from .threads import Threads
 
 FOLLOW_SECONDS = 0.2  # between two looks at a log that another process writes
@@ -189,7 +189,7 @@ class Run(Watched):
         stack.push_async_callback(threads.log, log.close)
         rows = await threads.log(lambda: list(chained(log.read(self.name))))
         began = rows[-1].event()
-        if isinstance(began, IncarnationBegan) and REWARD_CODE in began.config_changes:
+        if isinstance(began, IncarnationBegan) and "reward" in began.digest_changes:
             waiting("warning: the code of the reward is another than this run began with; that is recorded")
         self._journal = Journal(log, head, fold(rows), blocking=threads.log)
         stack.push_async_callback(self._journal.release)
@@ -359,12 +359,13 @@ def _claim(
         if place.run not in {head.run_id for head in log.runs()}:
             with contextlib.suppress(RunExists):  # two first starts at one moment: the second takes over
                 return log, log.create(place.run, first_event(prepared), identity)
-        changes = config_changes(place.run, _created(fold(chained(log.read(place.run)))), prepared)
+        created = _created(fold(chained(log.read(place.run))))
         head = log.take_over(
             place.run,
             identity,
             ask=take_over,
-            config_changes=changes,
+            config_changes=config_changes(place.run, created, prepared),
+            digest_changes=digest_changes(created, prepared),
             accept_divergence=accept_divergence,
         )
         return log, head

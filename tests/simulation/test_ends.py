@@ -132,7 +132,7 @@ def test_a_decision_that_is_late_for_the_lock_is_refused_once_the_incarnation_ha
         end = RunPreempted(updates=0, optimizer_steps=0, checkpoint_update=0, because="asked")
         first = asyncio.ensure_future(journal.append(end))
         await asyncio.sleep(0)
-        with pytest.raises(IllegalEvent, match="too late"):
+        with pytest.raises(IllegalEvent, match="the run is Preempted"):
             await journal.append(WorkerReplaced(worker=0, because="killed"))
         await first
         assert state.phase is Phase.PREEMPTED

@@ -235,7 +235,15 @@ class LogContract:
     def test_a_take_over_raises_the_incarnation_and_says_so_in_the_log(self, log: EventLog) -> None:
         log.create("a", FIRST, HERE)
         changes = {"rollout.workers": [1, 4]}
-        head = log.take_over("a", ELSEWHERE, ask=True, config_changes=changes, accept_divergence=True)
+        digests = {"reward": ["old", "new"]}
+        head = log.take_over(
+            "a",
+            ELSEWHERE,
+            ask=True,
+            config_changes=changes,
+            digest_changes=digests,
+            accept_divergence=True,
+        )
         row = list(log.read("a"))[-1]
         assert row.event() == IncarnationBegan(
             incarnation=2,
@@ -243,6 +251,7 @@ class LogContract:
             host=ELSEWHERE.host,
             pid=ELSEWHERE.pid,
             config_changes=changes,
+            digest_changes=digests,
             accept_divergence=True,
         )
         assert (row.seq, row.incarnation, row.hash) == (3, 2, head.head_hash)

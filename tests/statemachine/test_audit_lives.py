@@ -64,10 +64,15 @@ def test_a_change_of_what_does_not_is_right(key: str) -> None:
 
 
 def test_another_code_of_the_reward_is_no_violation_and_is_said() -> None:
-    run = begun().take_over(config_changes={"digests.reward": ["a", "b"]})
+    run = begun().take_over(digest_changes={"reward": ["a", "b"]})
     assert failures(run) == {}
     (config,) = (check for check in report_of(run).checks if check.id == "config")
     assert config.detail.endswith("1 times the reward had other code than before")
+
+
+def test_other_data_under_a_run_is_found() -> None:
+    run = begun().take_over(digest_changes={"data": ["a", "b"]})
+    assert_only(run, "config", f"event {run.seq(IncarnationBegan, 1)}", "data", "from a to b")
 
 
 def with_schedule(run: Scenario, **keys: Any) -> Scenario:

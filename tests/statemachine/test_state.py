@@ -10,8 +10,10 @@ import pytest
 
 from surefoot.statemachine import events as ev
 from surefoot.statemachine.errors import IllegalEvent, LogBroken
+from surefoot.statemachine.fold_lives import with_changes
 from surefoot.statemachine.log import EventRow, build_rows
 from surefoot.statemachine.state import RunState, fold
+from tests.golden.faulty import faulty_run
 from tests.simulation.world import Faults, World, small_config
 
 
@@ -24,6 +26,7 @@ def rows() -> list[EventRow]:
             sync={"every_updates": 2},
             rollout={"workers": 4, "max_concurrent": 4, "max_attempts": 50},
             checkpoint={"every_updates": 2},
+            eval={"every_updates": 2, "size": 2, "source": "object:x"},
         ),
         data_len=40,
         faults=Faults(worker_dies=0.1),
@@ -56,6 +59,33 @@ def test_a_fold_in_parts_is_the_fold_of_the_whole(rows: list[EventRow]) -> None:
         cut = rng.randrange(1, len(rows))
         assert frozen(fold(rows[cut:], fold(rows[:cut]))) == frozen(whole)
     assert fold(rows).digest() == whole.digest()
+
+
+def test_a_copy_folds_on_by_itself(rows: list[EventRow]) -> None:
+    """At every event, of every kind: the copy is the same, and its next event is its own."""
+    logs = [rows, faulty_run().rows()]
+    assert {row.type for log in logs for row in log} == set(ev.EVENT_TYPES)
+    for log in logs:
+        state = RunState()
+        for row in log:
+            was, other = frozen(state), state.copy()
+            assert frozen(other) == was
+            other.apply(row)
+            assert frozen(state) == was
+            state.apply(row)
+            assert frozen(other) == frozen(state)
+
+
+def test_an_option_of_a_table_that_the_run_did_not_know_is_folded() -> None:
+    created = ev.RunCreated(
+        config={"seed": 1}, digests={}, data_len=1, rows_filtered=0, objects={}, software={}
+    )
+    changes = {"later.options": [None, 3], "seed": [1, 2]}
+    began = ev.IncarnationBegan(
+        incarnation=2, reason=ev.TakeReason.ENDED, host="here", pid=1, config_changes=changes
+    )
+    assert with_changes(created, began).config == {"seed": 2, "later": {"options": 3}}
+    assert created.config == {"seed": 1}
 
 
 def test_a_missing_row_is_named(rows: list[EventRow]) -> None:

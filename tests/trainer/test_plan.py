@@ -22,13 +22,14 @@ from surefoot.statemachine.errors import (
     ModelRefused,
     UserMistake,
 )
-from surefoot.statemachine.events import RunCreated
-from surefoot.statemachine.fold_lives import _with_changes
+from surefoot.statemachine.events import IncarnationBegan, RunCreated, TakeReason
+from surefoot.statemachine.fold_lives import with_changes
 from surefoot.trainer.config import Config, load_config
 from surefoot.trainer.plan import (
     RATES_SHOWN,
     Prepared,
     config_changes,
+    digest_changes,
     first_event,
     plan_dict,
     plan_lines,
@@ -386,11 +387,16 @@ def test_another_code_of_the_reward_is_recorded_and_refuses_nothing(
         file.write_text(code)
         prepared.append(planned(base, "reward.function=scores:score"))
     first, second = (xxhash.xxh3_128_hexdigest(code.encode()) for code in codes)
-    changes = config_changes("a", created(prepared[0]), prepared[1])
-    assert changes == {"digests.reward": [first, second]}
-    folded = _with_changes(created(prepared[0]), changes)
-    assert config_changes("a", folded, prepared[1]) == {}
-    assert config_changes("a", folded, prepared[0]) == {"digests.reward": [second, first]}
+    begun = created(prepared[0])
+    changes = digest_changes(begun, prepared[1])
+    assert changes == {"reward": [first, second]}
+    assert config_changes("a", begun, prepared[1]) == {}
+    began = IncarnationBegan(
+        incarnation=2, reason=TakeReason.ENDED, host="here", pid=1, digest_changes=changes
+    )
+    folded = with_changes(begun, began)
+    assert digest_changes(folded, prepared[1]) == {}
+    assert digest_changes(folded, prepared[0]) == {"reward": [second, first]}
 
 
 def test_what_may_change_is_recorded_and_what_may_not_is_refused_with_both_values(
