@@ -64,8 +64,9 @@ def on_retired(state: RunState, event: ev.FilesRetired, row: EventRow) -> None:
         del state.checkpoints[paths[path]]
     for name in event.group_files:
         del files[name]
-    for update in list(takewhile(covered.__ge__, state.records)):
-        del state.records[update]
+    if not state.every_record:
+        for update in list(takewhile(covered.__ge__, state.records)):
+            del state.records[update]
 
 
 HANDLERS: dict[str, Callable[[RunState, Any, EventRow], None]] = {

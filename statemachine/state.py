@@ -28,7 +28,8 @@ from .schedule import ScheduleSpec
 class RunState:
     """The state of a run at `seq`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, every_record: bool = False) -> None:
+        self.every_record = every_record  # keep the records that kept checkpoints cover, too
         self.seq: int = 0
         self.hash: str = ""
         self.time: str = ""
@@ -60,7 +61,7 @@ class RunState:
         self.update_of_version: list[int] = [0]
         self.evaluations: dict[int, ev.EvaluationDone] = {}
         # files
-        self.records: dict[int, UpdateRecord] = {}  # updates after the oldest kept checkpoint
+        self.records: dict[int, UpdateRecord] = {}  # by update; those after the oldest kept checkpoint
         self.checkpoints: dict[int, ev.CheckpointCommitted] = {}  # kept ones, by update
         self.files: dict[str, FileUse] = {}
 

@@ -20,7 +20,7 @@ from ..statemachine.errors import LogError, SurefootError
 from ..statemachine.events import Event
 from ..statemachine.log import EventLog, EventRow, RunHead, build_rows
 from ..statemachine.phases import Phases
-from ..statemachine.state import RunState
+from ..statemachine.state import RunState, UpdateRecord, fold
 
 PARTING_SECONDS = 5.0
 """For a log that has failed already to let go of the run."""
@@ -153,6 +153,12 @@ class Journal:
     async def heartbeat(self) -> None:
         """Say that this driver lives. Raises FencedOut."""
         await self._blocking(self.log.heartbeat, self.run_id, self.incarnation)
+
+    async def every_record(self) -> dict[int, UpdateRecord]:
+        """The records of all updates, those too that the state has let go of; read from the log again."""
+        async with self._lock:
+            rows = self.log.read(self.run_id)
+            return (await self._blocking(fold, rows, RunState(every_record=True))).records
 
     async def read_all(self) -> list[EventRow]:
         """Every committed row; the tail starts again after it."""

@@ -57,8 +57,11 @@ async def redo(parts: Parts, keeper: Keeper, ready: LearnerReady, served: Publis
     base, served = await _load(parts, served)
     deviation = Deviation()
     first, last = base + 1, state.updates
-    missing = next((update for update in range(first, last + 1) if update not in state.records), None)
-    if missing is not None:
+    records = state.records
+    missing = next((update for update in range(first, last + 1) if update not in records), None)
+    if missing is not None and state.config["groups"]["keep"] == "all":
+        records = await journal.every_record()
+    elif missing is not None:
         raise RunFailedError(
             f"update {missing} must be redone, but its groups were deleted once every kept checkpoint "
             "covered it, and none of those can be used any more: start a new run with --new (with a larger "
@@ -69,7 +72,7 @@ async def redo(parts: Parts, keeper: Keeper, ready: LearnerReady, served: Publis
         source = f"the checkpoint of update {base}" if base else "the starting weights"
         parts.waiting(f"redoing updates {first} to {last} from {source}")
     for update in range(first, last + 1):
-        record = state.records[update]
+        record = records[update]
         batch = await _read_for_redo(parts, update, record.places)
         result = await parts.learner.update(update, batch, journal.take_tail())
         _compare(record, result, ready, deviation, state.accept_divergence)

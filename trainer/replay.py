@@ -16,7 +16,7 @@ from ..statemachine import events as ev
 from ..statemachine.errors import CheckpointUnusable, GroupUnusable, LogBroken, RunFailedError, UserMistake
 from ..statemachine.log import EventRow, chained
 from ..statemachine.phases import Phase
-from ..statemachine.state import RunState
+from ..statemachine.state import RunState, UpdateRecord
 from .comparing import Deviation, compare_steps
 from .config import Config
 from .protocols import Learner
@@ -24,16 +24,6 @@ from .wording import counted
 
 Progress = Callable[[int, int, bool], None]
 """Called after each update: its number, the last one's, and whether it was as recorded."""
-
-
-@dataclass(frozen=True)
-class RecordedUpdate:
-    """An update as the log holds it."""
-
-    seq: int
-    event: ev.UpdateApplied
-    places: tuple[tuple[str, ev.StoredGroup], ...]  # file, group; in training order
-    fingerprint: dict[str, str]
 
 
 @dataclass
@@ -51,8 +41,7 @@ class Recording:
     """What of a log is executed again: updates, digests of weights, and where one may begin."""
 
     rows: list[EventRow]
-    state: RunState = field(default_factory=RunState)
-    updates: list[RecordedUpdate] = field(default_factory=list)  # of update 1, 2, ...
+    state: RunState = field(default_factory=lambda: RunState(every_record=True))
     weights: list[RecordedWeights] = field(default_factory=list)
     retired: set[str] = field(default_factory=set)
 
@@ -61,17 +50,10 @@ class Recording:
         """From a whole log, folded as it is read. Raises LogBroken and IllegalEvent for a broken one."""
         recording = cls(list(rows))
         state, starting = recording.state, list[RecordedWeights]()
-        stored: dict[tuple[int, int], tuple[str, ev.StoredGroup]] = {}
         for row in recording.rows:
             event = state.apply(row)
             weights: RecordedWeights | None = None
-            if isinstance(event, ev.GroupsStored):
-                for group in event.groups:
-                    stored[group.prompt_index, group.attempt] = (event.file, group)
-            elif isinstance(event, ev.UpdateApplied):
-                places = tuple(stored.pop((index, attempt)) for index, attempt in event.groups)
-                recording.updates.append(RecordedUpdate(row.seq, event, places, state.fingerprint))
-            elif isinstance(event, ev.FilesRetired):
+            if isinstance(event, ev.FilesRetired):
                 recording.retired.update(event.group_files)
             elif isinstance(event, ev.WeightsPublished | ev.WeightsRemade):
                 weights = RecordedWeights(row.seq, event.update, event.digest)
@@ -92,6 +74,11 @@ class Recording:
         if state.created is None:
             raise LogBroken("event 1 is no RunCreated: the log has no config", seq=1)
         return recording
+
+    @property
+    def updates(self) -> list[UpdateRecord]:
+        """Update 1, 2, ... as the log holds them."""
+        return list(self.state.records.values())
 
     def begins(self) -> list[int]:
         """Updates after which a replay may begin, ascending; 0 is the starting weights."""
@@ -221,7 +208,7 @@ async def replay(
     return done
 
 
-def _read(store: GroupStore, recorded: RecordedUpdate) -> list[Group]:
+def _read(store: GroupStore, recorded: UpdateRecord) -> list[Group]:
     groups: list[Group] = []
     for file, stored in recorded.places:
         try:

@@ -274,6 +274,29 @@ def test_a_damaged_checkpoint_is_said_and_an_older_one_is_used() -> None:
     assert trained(world) == list(range(16))
 
 
+def test_every_checkpoint_damaged_costs_time_alone_where_all_groups_are_kept() -> None:
+    world, untouched = (
+        World(
+            small_config(
+                checkpoint={"every_updates": 1, "keep": 2}, groups={"keep": "all"}, sync={"max_staleness": 0}
+            ),
+            data_len=16,
+        )
+        for _ in range(2)
+    )
+    untouched.run()
+    crash_at(world, "retire.deleted", 3)
+    assert 1 not in world.state().records, "the fold has let go of what kept checkpoints cover"
+    head = world.state().updates
+    for path, saved in world.disk.checkpoints.items():
+        world.disk.checkpoints[path] = {**saved, "weights": "spoiled"}
+    assert world.run().exit_code == 0
+    assert len(world.events("CheckpointLost")) == 2
+    (redone,) = world.events("UpdatesRedone")
+    assert (redone.checkpoint_update, redone.first_update, redone.last_update) == (0, 1, head)
+    assert ledger(world) == ledger(untouched)
+
+
 def test_an_evaluation_that_a_kill_took_is_done_again_first() -> None:
     world = World(
         small_config(eval={"every_updates": 3, "size": 3, "source": "object:held_out"}), data_len=16
