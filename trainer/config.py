@@ -169,6 +169,11 @@ def _overrides(sets: Sequence[str]) -> dict[str, Any]:
         key = key.strip()
         if not equals or not all(key.split(".")):
             raise ConfigRefused(f"--set {text}: must be key=value, as in --set optim.lr=1e-5")
+        if key in _SECTIONS:  # it would silently set all of its other keys back to their defaults
+            one = next(name for name in _FIELDS if name.startswith(f"{key}."))
+            raise ConfigRefused(
+                f"--set {text}: {key} is a table; set its keys one by one, as in --set {one}=..."
+            )
         values[key] = _value(key, value.strip())
     for mine, other in EXCLUSIVE:
         if values.get(mine) is not None and values.get(other) is not None:

@@ -155,6 +155,11 @@ def test_a_key_without_a_name_in_each_of_its_places_is_refused_as_such(key: str)
     assert refusal(BASE, f"{key}=3") == f"--set {key}=3: must be key=value, as in --set optim.lr=1e-5"
 
 
+def test_a_table_of_the_file_that_is_a_value_is_refused(tmp_path: Path) -> None:
+    said = refusal(write(tmp_path, "optim = 3\n"))
+    assert said == "optim = 3: optim is a table; write [optim] and its keys below it"
+
+
 def test_a_nameless_key_of_a_file_is_refused_by_its_quotes(tmp_path: Path) -> None:
     assert refusal(write(tmp_path, '"" = 3\n')).startswith("'' is no key of the config")
 
@@ -224,7 +229,6 @@ def test_a_number_too_long_to_read_is_refused_as_a_value() -> None:
         ("optim.schedule.warmup_ratio=1.5", "at most 1"),
         ("optim.schedule.warmup_ratio=nan", "finite"),
         ("reward.function=score", "package.module:function"),
-        ("optim=3", "table"),
         ("seed=-1", "greater than or equal to 0"),
     ],
 )
@@ -279,6 +283,12 @@ def test_set_takes_toml_values_bare_strings_and_none() -> None:
     assert config.data.template == "{{ prompt }}=" and config.data.options == {"nested": {"max": 3}}
     assert config.data.max_prompts is None
     assert refusal(BASE, "optim.lr").startswith("--set optim.lr: must be key=value")
+
+
+@pytest.mark.parametrize("said", ["optim={}", "optim={lr=1e-5}", "optim=3", "optim.schedule={}"])
+def test_a_whole_table_is_not_set_at_once_as_its_other_keys_would_be_forgotten(said: str) -> None:
+    key = said.partition("=")[0]
+    assert refusal(BASE, said).startswith(f"--set {said}: {key} is a table; set its keys one by one")
 
 
 def test_a_path_in_the_file_is_taken_from_its_folder_if_it_is_there(
