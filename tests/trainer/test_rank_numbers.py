@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
+from surefoot.rollout.packing import pack_f32, unpack_f32
 from surefoot.rollout.protocols import Group
 from surefoot.statemachine.budget import minibatch_sizes, schedule_of
 from surefoot.statemachine.schedule import learning_rates
@@ -143,6 +145,25 @@ def test_metrics_are_means_over_the_tokens_that_were_trained(ranks: RankProcesse
         assert len(plain.tokens) == sum(step.tokens for step in result.steps)
         assert 0.1 < expected["policy/ratio_clip_frac"] < 0.9  # the rollout's policy is far away
         assert result.metrics == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_largest_deviation_is_found_on_whatever_rank_it_lies(ranks: RankProcesses, model: Path) -> None:
+    """Each response of a group in turn is the one that the rollout's policy would hardly have given."""
+    batches: list[list[Group]] = []
+    for unlikely in range(4):
+        group, other = (make_group(2 * unlikely + i, [3, 4, 5, 6], [1.0, 0.0, 0.0, 1.0]) for i in range(2))
+        samples = list(group.samples)
+        lengths = len(unpack_f32(samples[unlikely].logprobs))
+        samples[unlikely] = replace(samples[unlikely], logprobs=pack_f32([-9.0] * lengths))
+        batches.append([replace(group, samples=samples), other])
+    settings: dict[str, Any] = {"group_size": 4, "optim": FAR, "schedule_kind": "constant"}
+    scenario = LearnerScenario(model, learning_rate=1e-3, **settings)
+    plain = Reference(model, minibatches=[2], passes=1, rates=[1e-3] * 4, eps=1.0)
+    for result, batch in zip(train(ranks, scenario, batches), batches, strict=True):
+        plain.update(batch)
+        expected = plain.metrics()["policy/ratio_deviation_max"]
+        assert expected > 20
+        assert result.metrics["policy/ratio_deviation_max"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("betas", [(0.5, 0.9), (0.0, 0.99)])
