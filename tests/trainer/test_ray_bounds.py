@@ -11,6 +11,7 @@ import pytest
 
 from surefoot.statemachine.errors import ConfigRefused, TimedOut
 from surefoot.trainer import raysession
+from surefoot.trainer.ending import Ending
 from surefoot.trainer.raysession import RaySession
 
 
@@ -52,7 +53,7 @@ def test_a_cluster_that_is_not_there_is_refused_by_its_address() -> None:
 
 async def test_asking_which_nodes_drain_holds_up_no_other_call(hangs: threading.Event) -> None:
     session = RaySession(raysession._Host())
-    asked = asyncio.ensure_future(raysession._answer(raysession._aside(hangs.wait), hangs.wait))
+    asked = asyncio.ensure_future(raysession._answer(raysession._aside(hangs.wait), hangs.wait, Ending()))
     assert await session.call(lambda: 7) == 7
     hangs.set()
     assert await asked
