@@ -31,6 +31,7 @@ from .places import Place
 from .raysession import kill_started
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+EXIT_SECONDS = 3.0  # that Python, torch and Ray may take to end with the process
 CURVE_SECONDS = 5.0  # that the curve may take on a busy machine; the next start draws one as well
 
 
@@ -141,12 +142,14 @@ class _LastResort:
         self._end(self.outcome)
 
     def end_if_left_behind(self) -> None:
-        """Let the process end as any does, unless a thread of the run's hangs: that would be waited for."""
+        """Let the process end as any does, unless a thread of the run's hangs, which would be waited for, or
+        there is no time for it."""
         if self._timer is not None:
             own = [t for t in set(threading.enumerate()) - self._before if t.name.startswith("surefoot")]
             for thread in own:
                 thread.join(MOMENT_SECONDS)
-            if self.outcome is not None and any(thread.is_alive() for thread in own):
+            late = self.left() < EXIT_SECONDS or any(thread.is_alive() for thread in own)
+            if late and self.outcome is not None:
                 self._end(self.outcome)
         self.disarm()
 
