@@ -1,4 +1,4 @@
-"""SIGTERM while something that is not ours hangs: Ray's head, the database. The run ends in its grace time."""
+"""SIGTERM while what is not ours hangs, Ray's head or the database: the run ends within its grace time."""
 
 from __future__ import annotations
 
