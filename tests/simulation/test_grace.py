@@ -23,6 +23,7 @@ GRACE_SECONDS = 10.0
 
 class Hanging:
     over = False  # the life: until then, what hangs does
+    asked_at: float | None = None  # by the loop's clock
 
 
 async def hang(*_: object) -> Any:
@@ -32,32 +33,38 @@ async def hang(*_: object) -> Any:
             await asyncio.Event().wait()
 
 
+def ask(world: World) -> None:
+    if Hanging.asked_at is None:
+        Hanging.asked_at = asyncio.get_running_loop().time()
+    world.driver.preempt("SIGTERM")
+
+
 def stopped(
     world: World,
     spoil: Callable[[World], None],
-    updates: int,
+    updates: int | None = None,
 ) -> Any:
-    """A life that `spoil` makes hang, asked to stop at so many updates. Its outcome, or what it raised.
-    Fails if it took longer than the grace time."""
-    asked: list[float] = []
-    Hanging.over = False
+    """A life that `spoil` makes hang as it is asked to stop, at so many updates, or from its start on if what
+    hangs asks itself. Its outcome, or what it raised. Fails if it took longer than the grace time."""
+    Hanging.over, Hanging.asked_at = False, None
 
     async def life() -> Any:
         driver = world.new_driver()
 
         def watch(rows: Sequence[EventRow]) -> None:
-            if not asked and world.state().budget and world.state().updates == updates:
-                asked.append(asyncio.get_running_loop().time())
+            if Hanging.asked_at is None and world.state().budget and world.state().updates == updates:
                 spoil(world)
-                driver.preempt("SIGTERM")
+                ask(world)
 
         world.on_commit = watch
+        if updates is None:
+            spoil(world)
         try:
             ended: Any = await driver.run()
         except Exception as error:
             ended = error
         Hanging.over = True
-        assert asyncio.get_running_loop().time() - asked[0] <= GRACE_SECONDS
+        assert asyncio.get_running_loop().time() - (Hanging.asked_at or 0.0) <= GRACE_SECONDS
         return ended
 
     try:
@@ -103,10 +110,14 @@ def test_parts_that_hang_keep_no_run_that_is_asked_to_stop(
 def test_a_learner_that_hangs_as_it_is_built_keeps_no_run_that_is_asked_to_stop() -> None:
     world = small_world()
 
-    def spoil(world: World) -> None:
-        world.learner.start = hang  # type: ignore[method-assign, assignment]
+    async def start(*_: object) -> None:
+        ask(world)
+        await hang()
 
-    assert stopped(world, spoil, 0).exit_code == 75
+    def spoil(world: World) -> None:
+        world.learner.start = start  # type: ignore[method-assign, assignment]
+
+    assert stopped(world, spoil).exit_code == 75
     assert world.events("RunPreempted") and not world.events("WorkersReady")
 
 
@@ -115,13 +126,14 @@ def test_a_ray_that_does_not_answer_in_time_is_no_failure_of_a_run_that_stops() 
 
     def spoil(world: World) -> None:
         async def late(*_: object) -> Any:
+            ask(world)
             await asyncio.sleep(1.0)
             raise TimedOut("Ray did not answer put within 120 s", waited_for="put", seconds=120.0)
 
         world.learner.update = late  # type: ignore[method-assign]
         world.pool.close = late  # type: ignore[method-assign]
 
-    outcome = stopped(world, spoil, 4)
+    outcome = stopped(world, spoil)
     assert isinstance(outcome, Outcome) and outcome.exit_code == 75
     assert world.state().phase is Phase.PREEMPTED
 
