@@ -21,30 +21,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any
 
 from ..statemachine import events as ev
 from ..statemachine.admission import Batch, Blocked, Exhausted, Waiting, next_batch, stale_after_publication
 from ..statemachine.crashpoints import crashpoint
 from ..statemachine.errors import (
-    FencedOut,
     LearnerGone,
     LogError,
     LogUnavailable,
     RunFailedError,
-    SurefootError,
     TimedOut,
-    WrongSeq,
     described,
 )
 from ..statemachine.phases import Phase
 from ..statemachine.state import RunState, fold
 from .batches import Batches, ReadBatch
-from .ending import CHECKPOINT, EVENT, LOG, WORKERS
+from .ending import CHECKPOINT, LOG, WORKERS
 from .feeder import Feeder
 from .figures import batch_figures
 from .keeper import Keeper
+from .lastwords import LastWords
 from .outcome import Outcome, outcome_of, unwritten_outcome
 from .parts import Parts
 from .protocols import UpdateResult
@@ -69,6 +67,7 @@ class Driver:
         self._parts = parts
         self._journal = parts.journal
         self._ending = parts.ending
+        self._last_words = LastWords(parts.journal, parts.ending)
         self._budget = budget  # what the config and the data give now; committed once
         self._feeder = Feeder(parts)
         self._keeper = Keeper(parts)
@@ -114,7 +113,7 @@ class Driver:
         except BaseException as error:
             await self._still(main, stop, *helpers)  # nobody writes after the end, nor while it is told
             if not (self._stop.is_set() and isinstance(error, LogUnavailable)):
-                await self._fail(error)
+                await self._last_words.failed(error)
                 raise
             unwritten = described(error)
         finally:
@@ -399,15 +398,7 @@ class Driver:
         await ending.wait(publishing, by=CHECKPOINT)
         self._is_over(main)  # raises, if the run failed while it was being stopped
         await self._last_checkpoint()
-        await self._tell(lambda s: [] if s.ended else [self._preempted(s)])
-
-    async def _tell(self, decide: Callable[[RunState], Sequence[ev.Event]]) -> None:
-        """Commit the end. Raises LogUnavailable, also if the log gives no answer by when the run is over."""
-        telling = asyncio.ensure_future(self._journal.commit(decide))
-        if not await self._ending.wait(telling, by=EVENT):
-            telling.cancel()
-            raise LogUnavailable("the database of the log did not answer")
-        telling.result()
+        await self._last_words.say(self._preempted)
 
     def _preempted(self, state: RunState) -> ev.RunPreempted:
         checkpoint = state.latest_checkpoint()
@@ -448,32 +439,6 @@ class Driver:
         if state.updates > 0 and self._learner_holds == state.updates not in state.checkpoints:
             await self._keeper.save(state.updates, self._publisher.served)
             await self._keeper.settle()
-
-    async def _fail(self, error: BaseException) -> None:
-        """Record the failure, if the log takes it; a fenced or broken log is left as it is."""
-        if self._journal.broken or isinstance(error, FencedOut | WrongSeq):
-            return
-        facts = dict(error.facts) if isinstance(error, SurefootError) else {}
-
-        def decide(state: RunState) -> list[ev.Event]:
-            if state.ended:
-                return []
-            return [
-                ev.RunFailed(
-                    code=error.code if isinstance(error, SurefootError) else type(error).__name__,
-                    error=described(error),
-                    updates=state.updates,
-                    optimizer_steps=state.optimizer_steps,
-                    facts={
-                        key: value for key, value in facts.items() if isinstance(value, str | int | float)
-                    },
-                )
-            ]
-
-        try:
-            await self._tell(decide)
-        except (LogError, OSError) as second:
-            error.add_note(f"and the log did not take the failure: {second}")
 
     async def _close(self) -> None:
         """End workers and ranks, and let go of the run; a Ray that does not answer keeps nobody for long."""
