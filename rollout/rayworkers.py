@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from ..statemachine.errors import ConfigRefused
+from ..statemachine.errors import ConfigRefused, TimedOut
 from .engineloop import WorkerBroken
 from .handles import WorkerGone, WorkRaised
 from .pool import WorkerPool
@@ -230,16 +230,18 @@ class RayHandle:
         from ray.exceptions import RayError
 
         if not self._dead and ray.is_initialized():
-            with contextlib.suppress(RayError, ValueError):  # it is dead already
-                await self._session.call(ray.kill, self._actor)
             try:
+                with contextlib.suppress(RayError, ValueError):  # it is dead already
+                    await self._session.call(ray.kill, self._actor)
                 async with asyncio.timeout(KILL_SECONDS):
                     await self.gone()
-            except TimeoutError:
+            except (TimeoutError, asyncio.CancelledError) as error:
                 # One that is stopped does not hear Ray. On another machine that is for its own Ray to see to.
                 if self._process is not None:
                     with contextlib.suppress(psutil.Error):
                         self._process.kill()
+                if isinstance(error, TimedOut | asyncio.CancelledError):
+                    raise
         await self._ended()
 
     async def _ended(self) -> None:

@@ -13,6 +13,7 @@ from ..rollout.store import FsspecGroupStore
 from ..statemachine.events import encode
 from .checkpoints import Checkpoints
 from .config import Config
+from .ending import Ending
 from .journal import Blocking, Journal
 from .learner import RayLearner
 from .parts import Parts
@@ -24,13 +25,16 @@ from .weights import initial_weights
 
 
 @asynccontextmanager
-async def ray_session(config: Config, workers: int | None = None) -> AsyncIterator[RaySession]:
+async def ray_session(
+    config: Config, workers: int | None = None, ending: Ending | None = None
+) -> AsyncIterator[RaySession]:
     """The process's Ray, with room for this run's ranks and its workers, or as many as are named.
 
     Raises ClusterTooSmall, TimedOut.
     """
     cluster, rollout, learner = config.cluster, config.rollout, config.learner
-    async with RaySession.acquire(cluster.address, cluster.slots, cluster.start_seconds) as session:
+    ending = ending or Ending(config.preempt.grace_seconds)
+    async with RaySession.acquire(cluster.address, cluster.slots, cluster.start_seconds, ending) as session:
         await session.check_fits(
             rollout.workers if workers is None else workers,
             learner.ranks,
@@ -45,6 +49,7 @@ def assemble(
     prepared: Prepared,
     journal: Journal,
     session: RaySession,
+    ending: Ending,
     blocking: Blocking,
     waiting: Callable[[str], None],
 ) -> Parts:
@@ -70,5 +75,6 @@ def assemble(
         blocking=blocking,
         draining=session.draining,
         node=session.node,
+        ending=ending,
         waiting=waiting,
     )

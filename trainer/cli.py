@@ -4,7 +4,7 @@ Owns standard output and error, and nothing else. Only `train`, `replay` and `ex
 and only once they need them; every import that is not small is inside its command.
 
 Exit codes: 0 done, or already complete (which one is said); 1 failed; 2 the user's mistake; 3 stopped short;
-75 preempted.
+75 preempted, also if the database was away and the log could not be told.
 """
 
 from __future__ import annotations

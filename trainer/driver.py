@@ -12,6 +12,9 @@ The stop order, always the same:
   4. the last event is appended
   5. workers and ranks are ended
   6. the run is released, heartbeats end
+
+Once the run was asked to stop, `ending` says by when each of these is over, whatever hangs: Ray, a database,
+a task that does not end. What is not over by then is left behind, and the log says what it could be told.
 """
 
 from __future__ import annotations
@@ -25,21 +28,22 @@ from ..statemachine import events as ev
 from ..statemachine.admission import Batch, Blocked, Exhausted, Waiting, next_batch, stale_after_publication
 from ..statemachine.crashpoints import crashpoint
 from ..statemachine.errors import (
-    FencedOut,
     LearnerGone,
     LogError,
+    LogUnavailable,
     RunFailedError,
-    SurefootError,
-    WrongSeq,
+    TimedOut,
     described,
 )
 from ..statemachine.phases import Phase
 from ..statemachine.state import RunState, fold
 from .batches import Batches, ReadBatch
+from .ending import CHECKPOINT, LOG, WORKERS
 from .feeder import Feeder
 from .figures import batch_figures
 from .keeper import Keeper
-from .outcome import Outcome, outcome_of
+from .lastwords import LastWords
+from .outcome import Outcome, outcome_of, unwritten_outcome
 from .parts import Parts
 from .protocols import UpdateResult
 from .publisher import Publisher
@@ -52,6 +56,9 @@ DRAIN_LOOK_SECONDS = 1.0
 CLOSE_SECONDS = 15.0  # for workers and ranks to end
 LEARNER_TRIES_WITHOUT_PROGRESS = 3
 
+OF_A_STOP = (LearnerGone, LogUnavailable, TimedOut)
+"""What the work under way may meet while the run is being stopped, and is no failure of the run: it stops."""
+
 
 class Driver:
     """One incarnation of a run, from take-over to its end."""
@@ -59,6 +66,8 @@ class Driver:
     def __init__(self, parts: Parts, budget: ev.BudgetResolved) -> None:
         self._parts = parts
         self._journal = parts.journal
+        self._ending = parts.ending
+        self._last_words = LastWords(parts.journal, parts.ending)
         self._budget = budget  # what the config and the data give now; committed once
         self._feeder = Feeder(parts)
         self._keeper = Keeper(parts)
@@ -74,14 +83,18 @@ class Driver:
 
     def preempt(self, because: str = "asked") -> None:
         """Ask the run to stop: checkpoint if time allows, then `RunPreempted`. Safe to call at any time."""
+        self._ending.ask()
+        self._journal.hurry(self._ending.left(LOG))
         self._stop_because = self._stop_because or because
         self._stop.set()
 
     async def run(self) -> Outcome:
         """Drive the run to its end. Raises FencedOut when a newer incarnation holds it.
 
-        A failure is recorded as `RunFailed` where the log still takes it, then raised.
+        A failure is recorded as `RunFailed` where the log still takes it, then raised. That the database is
+        away when the run is asked to stop is none: the outcome says that it could not be told.
         """
+        unwritten = ""
         main = asyncio.ensure_future(self._drive())
         helpers: list[asyncio.Task[Any]] = [
             asyncio.ensure_future(self._heartbeats()),
@@ -91,28 +104,38 @@ class Driver:
         try:
             await asyncio.wait({main, stop, *helpers}, return_when=asyncio.FIRST_COMPLETED)
             for helper in helpers:
-                if helper.done():
-                    helper.result()
-            if not main.done():
+                self._is_over(helper)
+            if not self._is_over(main):
                 await self._preempt(main)
-            else:
-                main.result()
         except asyncio.CancelledError:
+            self._ending.ask()
             raise
         except BaseException as error:
             await self._still(main, stop, *helpers)  # nobody writes after the end, nor while it is told
-            await self._fail(error)
-            raise
+            if not (self._stop.is_set() and isinstance(error, LogUnavailable)):
+                await self._last_words.failed(error)
+                raise
+            unwritten = described(error)
         finally:
             await self._still(main, stop, *helpers)
             await self._close()
-        return self.outcome()
+        return unwritten_outcome(self._journal.state, unwritten) if unwritten else self.outcome()
+
+    def _is_over(self, task: asyncio.Task[Any]) -> bool:
+        """Whether it has done all that it had to. Raises what it failed with, if that fails the run."""
+        if not task.done() or task.cancelled():
+            return False
+        if self._stop.is_set() and isinstance(task.exception(), OF_A_STOP):
+            return False
+        task.result()
+        return True
 
     async def _still(self, *tasks: asyncio.Task[Any]) -> None:
         """End everything that could still decide something. Idempotent."""
         self._feeder.paused = True
-        await cancel(*tasks, self._pool_starting)
-        await self._publisher.close()
+        publishing = asyncio.ensure_future(self._publisher.close())
+        await self._ending.cancel(*tasks, self._pool_starting, by=CHECKPOINT)
+        await self._ending.wait(publishing, by=CHECKPOINT)
         self._keeper.abandon()
 
     def outcome(self) -> Outcome:
@@ -365,20 +388,17 @@ class Driver:
 
     async def _preempt(self, main: asyncio.Task[None]) -> None:
         """Stop within the grace time: give up or finish the learner's work, checkpoint, say so."""
-        loop, state = asyncio.get_running_loop(), self._journal.state
-        for_all = 0.9 * self._parts.config.preempt.grace_seconds
-        deadline = loop.time() + for_all
-        self._journal.hurry(for_all)
+        ending, state = self._ending, self._journal.state
         self._feeder.paused = True
-        for_checkpoint = max(2.0 * self._keeper.seconds_last, 0.25 * self._parts.config.preempt.grace_seconds)
+        for_checkpoint = max(2.0 * self._keeper.seconds_last, 0.25 * ending.grace_seconds)
         if state.phase is Phase.UPDATE:
-            await self._wait_for_update(main, deadline - for_checkpoint)
-        await cancel(main)
-        await self._publisher.close()
-        if not main.cancelled() and (error := main.exception()) and not isinstance(error, LearnerGone):
-            raise error  # the run failed while it was being stopped
-        await self._checkpoint_before(deadline)
-        await self._journal.commit(lambda s: [] if s.ended else [self._preempted(s)])
+            await self._wait_for_update(main, ending.left(CHECKPOINT) - for_checkpoint)
+        publishing = asyncio.ensure_future(self._publisher.close())
+        await ending.cancel(main, by=CHECKPOINT)
+        await ending.wait(publishing, by=CHECKPOINT)
+        self._is_over(main)  # raises, if the run failed while it was being stopped
+        await self._last_checkpoint()
+        await self._last_words.say(self._preempted)
 
     def _preempted(self, state: RunState) -> ev.RunPreempted:
         checkpoint = state.latest_checkpoint()
@@ -389,8 +409,9 @@ class Driver:
             because=self._stop_because,
         )
 
-    async def _wait_for_update(self, main: asyncio.Task[None], deadline: float) -> None:
+    async def _wait_for_update(self, main: asyncio.Task[None], seconds: float) -> None:
         loop, state = asyncio.get_running_loop(), self._journal.state
+        deadline = loop.time() + seconds
         while state.phase is Phase.UPDATE and not main.done() and loop.time() < deadline:
             changed = asyncio.ensure_future(self._journal.changed().wait())
             await asyncio.wait(
@@ -398,55 +419,45 @@ class Driver:
             )
             await cancel(changed)
 
-    async def _checkpoint_before(self, deadline: float) -> None:
-        state = self._journal.state
+    async def _last_checkpoint(self) -> None:
+        saving = asyncio.ensure_future(self._checkpoint())
         try:
-            async with asyncio.timeout_at(deadline):
-                await self._keeper.settle()
-                if state.updates > 0 and self._learner_holds == state.updates not in state.checkpoints:
-                    await self._keeper.save(state.updates, self._publisher.served)
-                    await self._keeper.settle()
-        except (TimeoutError, LearnerGone) as error:
+            if not await self._ending.wait(saving, by=CHECKPOINT):
+                saving.cancel()
+                raise TimeoutError
+            saving.result()
+        except LogError:
+            raise
+        except (OSError, LearnerGone) as error:
             # Not lost: the log holds every update, and the next driver redoes what no checkpoint has.
-            self._stop_because += f"; no checkpoint of update {state.updates} ({type(error).__name__})"
+            update = self._journal.state.updates
+            self._stop_because += f"; no checkpoint of update {update} ({type(error).__name__})"
 
-    async def _fail(self, error: BaseException) -> None:
-        """Record the failure, if the log takes it; a fenced or broken log is left as it is."""
-        if self._journal.broken or isinstance(error, FencedOut | WrongSeq):
-            return
-        facts = dict(error.facts) if isinstance(error, SurefootError) else {}
-
-        def decide(state: RunState) -> list[ev.Event]:
-            if state.ended:
-                return []
-            return [
-                ev.RunFailed(
-                    code=error.code if isinstance(error, SurefootError) else type(error).__name__,
-                    error=described(error),
-                    updates=state.updates,
-                    optimizer_steps=state.optimizer_steps,
-                    facts={
-                        key: value for key, value in facts.items() if isinstance(value, str | int | float)
-                    },
-                )
-            ]
-
-        try:
-            await self._journal.commit(decide)
-        except (LogError, OSError) as second:
-            error.add_note(f"and the log did not take the failure: {second}")
+    async def _checkpoint(self) -> None:
+        state = self._journal.state
+        await self._keeper.settle()
+        if state.updates > 0 and self._learner_holds == state.updates not in state.checkpoints:
+            await self._keeper.save(state.updates, self._publisher.served)
+            await self._keeper.settle()
 
     async def _close(self) -> None:
         """End workers and ranks, and let go of the run; a Ray that does not answer keeps nobody for long."""
-        closing = {
+        ending = self._ending
+        closing = (
             asyncio.ensure_future(self._parts.pool.close()),
             asyncio.ensure_future(self._parts.learner.close()),
-        }
-        done, late = await asyncio.wait(closing, timeout=CLOSE_SECONDS)
-        await cancel(*late)  # whoever started Ray ends it, and all that is in it
-        await self._journal.release()
-        for task in done:
-            task.result()
+        )
+        await ending.wait(*closing, by=WORKERS, seconds=CLOSE_SECONDS)
+        late = [task for task in closing if not task.done()]
+        await ending.cancel(*late, by=WORKERS)  # whoever started Ray ends it, and all that is in it
+        releasing = asyncio.ensure_future(
+            self._journal.release(ending.left(WORKERS) if ending.asked else None)
+        )
+        if await ending.wait(releasing, by=WORKERS):
+            releasing.result()
+        for task in closing:
+            if task not in late and not (ending.asked and isinstance(task.exception(), TimedOut)):
+                task.result()
 
     async def _watch_drains(self) -> None:
         """A machine is going away: its workers get nothing new; for ranks and for us it is a preemption."""

@@ -171,17 +171,17 @@ class Journal:
         """Wait no longer than so many seconds from now for a database that is away."""
         self.log.hurry(seconds)
 
-    async def release(self) -> None:
+    async def release(self, seconds: float | None = None) -> None:
         """Close the run: the next driver need not ask who lives, nor whoever watches wait.
 
-        After a failed append it is tried as well, for a moment and whatever comes of it: the program that
-        this driver was part of may live on.
+        With `seconds`, and after a failed append, it is tried for a moment, whatever comes of it: the end
+        is in the log or cannot be, and the program that this driver was part of may live on.
         """
         async with self._lock:
-            if self._broken is None:
+            if self._broken is None and seconds is None:
                 await self._blocking(self.log.release, self.run_id, self.incarnation)
                 return
-            self.log.hurry(PARTING_SECONDS)
+            self.log.hurry(PARTING_SECONDS if seconds is None else min(seconds, PARTING_SECONDS))
             with contextlib.suppress(LogError):
                 await self._blocking(self.log.release, self.run_id, self.incarnation)
 

@@ -18,6 +18,10 @@ class Outcome:
     policy_version: int
     message: str
     already: bool = False  # it had ended before: nothing was done
+    unwritten: str = ""
+    """Why the log does not have the `RunPreempted` of a run that was asked to stop and has stopped: its
+    database was away. Empty otherwise. Nothing is lost by it: whoever starts the run again goes on from what
+    the log does have."""
 
     @property
     def exit_code(self) -> int:
@@ -45,4 +49,19 @@ def outcome_of(state: RunState, already: bool = False) -> Outcome:
         policy_version=state.policy_version,
         message=("already " if already else "") + message,
         already=already,
+    )
+
+
+def unwritten_outcome(state: RunState, because: str) -> Outcome:
+    """Of a run that has stopped as it was asked to, while its log did not take the word."""
+    return Outcome(
+        phase=Phase.PREEMPTED,
+        updates=state.updates,
+        optimizer_steps=state.optimizer_steps,
+        policy_version=state.policy_version,
+        message=(
+            f"stopped at update {state.updates}, as it was asked to, but RunPreempted could not be written: "
+            f"{because}; nothing is lost, the same command goes on with the run"
+        ),
+        unwritten=because,
     )

@@ -13,6 +13,7 @@ from typing import Protocol
 from ..rollout.protocols import GroupRequest, GroupStore, Published, RolloutPool
 from ..statemachine.events import Issue
 from .config import Config
+from .ending import Ending
 from .journal import Blocking, Journal
 from .protocols import Learner
 
@@ -60,4 +61,5 @@ class Parts:
     blocking: Blocking  # files; the journal has a thread of its own
     draining: Callable[[], Awaitable[frozenset[str]]]  # machines that the cluster is about to take away
     node: str  # the driver's own machine, by the cluster's name
+    ending: Ending  # by when all of it is over, once the run was asked to stop
     waiting: Callable[[str], None] = unheard  # told what is being waited for, where it may take long

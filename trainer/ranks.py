@@ -134,11 +134,14 @@ class Ranks:
         actors, self._actors = self._actors, []
         if not actors or not ray.is_initialized():
             return
-        await self._session.call(_kill, actors)
-        # A process that is stopped does not hear Ray. psutil kills none that only has the same number.
-        for process in self._processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        try:
+            await self._session.call(_kill, actors)
+        finally:
+            # A process that is stopped does not hear Ray, which may hang itself. psutil kills none that only
+            # has the same number.
+            for process in self._processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         await asyncio.to_thread(_wait_until_gone, self._processes)
 
 

@@ -2,7 +2,8 @@
 
 Owns whether Ray is up and who uses it. Invariants: a Ray that was up already is used and left up; one that
 was started here is gone, with every process below it, when the last session has ended; signal handlers and
-environment of the host process are as they were.
+environment of the host process are as they were. A run that was asked to stop waits for nothing here beyond
+its share of the grace time: then the Ray that was started is killed, and one that was joined is left alone.
 
 Ray itself allows one `init` per process, calls it best from one thread that lives as long as the cluster
 (its daemons are bound to die with that very thread), and takes the SIGTERM handler when called from the main
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 import psutil
 
 from ..statemachine.errors import ClusterTooSmall, ConfigRefused, RunFailedError, TimedOut
+from .ending import RAY, WORKERS, Ending
 from .rayhost import (
     PARTING_SECONDS,
     Folder,
@@ -56,31 +58,37 @@ GIVE_UP_SECONDS = 10.0  # for a start of Ray that nobody wants any more to end
 class RaySession:
     """One run's hold on the process's Ray, for as long as `acquire` is entered."""
 
-    def __init__(self, host: _Host) -> None:
+    def __init__(self, host: _Host, ending: Ending | None = None) -> None:
         self._host = host
+        self._ending = ending or Ending()
 
     @classmethod
     @contextlib.asynccontextmanager
     async def acquire(
-        cls, address: str | None, slots: int | None, start_seconds: float
+        cls, address: str | None, slots: int | None, start_seconds: float, ending: Ending | None = None
     ) -> AsyncIterator[RaySession]:
         """Use the Ray that is up, or join `address`, or start a local one of `slots` CPUs.
 
-        Raises TimedOut; ConfigRefused if the process is in another cluster already.
+        To be cancelled is to be asked to stop. Raises TimedOut; ConfigRefused if the process is in another
+        cluster already.
         """
+        ending = ending or Ending()
         host = _Host.enlist()
         entering = asyncio.wrap_future(host.submit(functools.partial(host.enter, address, slots)))
         try:
-            done, _ = await asyncio.wait({entering}, timeout=start_seconds)
+            entered = await ending.wait(entering, by=RAY, seconds=start_seconds)
         except asyncio.CancelledError:
-            await _to_the_end(entering, min(start_seconds, GIVE_UP_SECONDS))
-            if entering.done():
-                await _to_the_end(asyncio.wrap_future(host.submit(host.leave)), LEAVE_SECONDS)
-            else:
-                host.abandon()
+            ending.ask()
+            try:
+                await _to_the_end(entering, min(start_seconds, GIVE_UP_SECONDS), ending)
+            finally:
+                if entering.done():
+                    await _leave(host, ending)
+                else:
+                    host.give_up()
             raise
-        if not done:
-            host.abandon()
+        if not entered:
+            host.give_up()
             where = f"the Ray cluster at {address}" if address else "a local Ray"
             raise TimedOut(
                 f"{where} did not answer within cluster.start_seconds = {start_seconds:g}: check that "
@@ -88,21 +96,17 @@ class RaySession:
                 waited_for="ray",
                 seconds=start_seconds,
             )
-        session = cls(host)
+        session = cls(host, ending)
         try:
             entering.result()
             yield session
         finally:
             host.reserved.pop(id(session), None)
-            leaving = asyncio.wrap_future(host.submit(host.leave))
-            if not await _to_the_end(leaving, LEAVE_SECONDS):
-                host.abandon()
-            else:
-                leaving.result()
+            await _leave(host, ending)
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
         """Make a call to Ray that may block, on the session's thread. Raises TimedOut."""
-        return await _answer(self._host.submit(functools.partial(function, *args)), function)
+        return await _answer(self._host.submit(functools.partial(function, *args)), function, self._ending)
 
     @property
     def node(self) -> str:
@@ -118,7 +122,8 @@ class RaySession:
         from ray.exceptions import RayError
 
         try:
-            return frozenset(await _answer(_aside(state.get_draining_nodes), state.get_draining_nodes))
+            asked = _aside(state.get_draining_nodes)
+            return frozenset(await _answer(asked, state.get_draining_nodes, self._ending))
         except (RayError, RuntimeError) as error:
             raise RunFailedError(f"the Ray cluster does not say which nodes it drains: {error}") from error
 
@@ -177,19 +182,22 @@ def kill_started() -> None:
         kill(host._processes())
 
 
-async def _answer(future: Future[T], function: Callable[..., Any]) -> T:
+async def _answer(future: Future[T], function: Callable[..., Any], ending: Ending) -> T:
     """What the thread answers. Raises TimedOut: a cluster whose head hangs does not answer at all."""
+    answer = asyncio.wrap_future(future)
+    began = asyncio.get_running_loop().time()
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(future), CALL_SECONDS)
-    except TimeoutError:
-        if future.done() and not future.cancelled():
-            raise  # the call's own
-        what = getattr(function, "__name__", "a call").strip("_")
-        raise TimedOut(
-            f"Ray did not answer {what} within {CALL_SECONDS:g} s: see whether the head of its cluster lives",
-            waited_for=what,
-            seconds=CALL_SECONDS,
-        ) from None
+        if await ending.wait(answer, by=WORKERS, seconds=CALL_SECONDS):
+            return answer.result()
+    finally:
+        answer.cancel()
+    what = getattr(function, "__name__", "a call").strip("_")
+    seconds = min(CALL_SECONDS, asyncio.get_running_loop().time() - began)
+    raise TimedOut(
+        f"Ray did not answer {what} within {seconds:.3g} s: see whether the head of its cluster lives",
+        waited_for=what,
+        seconds=seconds,
+    )
 
 
 def _aside(function: Callable[[], T]) -> Future[T]:
@@ -207,24 +215,38 @@ def _aside(function: Callable[[], T]) -> Future[T]:
     return future
 
 
-async def _to_the_end(future: asyncio.Future[Any], seconds: float) -> bool:
-    """Wait for `future` whether or not the task is cancelled meanwhile; cancellation is raised afterwards."""
+async def _leave(host: _Host, ending: Ending) -> None:
+    """Count out, and wait until that is done, or give the thread up."""
+    leaving = asyncio.wrap_future(host.submit_leave())
+    try:
+        await _to_the_end(leaving, LEAVE_SECONDS, ending)
+    finally:
+        if not leaving.done():
+            host.abandon()
+    if leaving.done() and not (ending.asked and leaving.exception()):  # a Ray that is killed may say so
+        leaving.result()
+
+
+async def _to_the_end(future: asyncio.Future[Any], seconds: float, ending: Ending) -> None:
+    """Wait for `future` though the task is cancelled, which asks the run to stop and is raised afterwards."""
     deadline = asyncio.get_running_loop().time() + seconds
     cancelled: asyncio.CancelledError | None = None
-    while not future.done() and (left := deadline - asyncio.get_running_loop().time()) > 0:
+    while True:
         try:
-            await asyncio.wait({future}, timeout=left)
+            left = deadline - asyncio.get_running_loop().time()
+            await ending.wait(future, by=RAY, seconds=left)
+            break
         except asyncio.CancelledError as error:
+            ending.ask()
             cancelled = error
     if cancelled is not None:
         raise cancelled
-    return future.done()
 
 
 class _Host:
     """The thread that calls Ray, and the Ray that it has started, joined or found.
 
-    `users` is guarded by the lock; everything else is touched by the thread alone.
+    `users` and `leaving` are guarded by the lock; everything else is touched by the thread alone.
     """
 
     current: _Host | None = None
@@ -232,6 +254,7 @@ class _Host:
 
     def __init__(self) -> None:
         self.users = 0
+        self.leaving = 0  # of them, those that have asked to be counted out
         self.started_here = False
         self.reserved: dict[int, tuple[float, float]] = {}  # session -> CPUs, GPUs
         self._address: str | None = None
@@ -258,6 +281,17 @@ class _Host:
         self._jobs.put((job, future))
         return future
 
+    def submit_leave(self) -> Future[None]:
+        """Count out on the thread; the session that asks uses Ray no more."""
+        with self.lock:
+            self.leaving += 1
+        return self.submit(self.leave)
+
+    def give_up(self) -> None:
+        """For a session that has not even come in."""
+        self.submit_leave()
+        self.abandon()
+
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:
             job, future = item
@@ -270,8 +304,13 @@ class _Host:
             del item, job, future
 
     def abandon(self) -> None:
-        """Give up a thread that hangs inside Ray: its processes are killed, another run gets a new thread."""
+        """Give up a thread that hangs inside Ray: its processes are killed, another run gets a new thread.
+
+        Not while other runs use it: then it goes on for them, and counts out whoever has left when it can.
+        """
         with self.lock:
+            if self.users > self.leaving:
+                return
             self._abandoned = True
             if _Host.current is self:
                 _Host.current = None
@@ -312,6 +351,7 @@ class _Host:
         """On the thread: count out; the last one ends the Ray that was started or joined here."""
         with self.lock:
             self.users -= 1
+            self.leaving -= 1
             if self.users:
                 return
         try:

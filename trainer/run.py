@@ -13,7 +13,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..statemachine.errors import LogBroken, RunClosed, RunExists, RunUnknown, SurefootError, UserMistake
+from ..statemachine.errors import (
+    LogBroken,
+    LogError,
+    RunClosed,
+    RunExists,
+    RunUnknown,
+    SurefootError,
+    UserMistake,
+)
 from ..statemachine.events import Event, IncarnationBegan
 from ..statemachine.liveness import DriverIdentity, lives
 from ..statemachine.log import EventLog, EventRow, RunHead, chained, driver_of, take_reason
@@ -22,7 +30,8 @@ from ..statemachine.state import RunState, fold
 from .checkpoints import Checkpoints
 from .config import Config, load_config
 from .driver import Driver
-from .journal import Journal, Listener
+from .ending import RAY, Ending
+from .journal import PARTING_SECONDS, Journal, Listener
 from .outcome import Outcome, outcome_of
 from .parts import unheard
 from .places import Place, next_free
@@ -100,13 +109,14 @@ class Watched:
 class Run(Watched):
     """A run that this program drives. Made by `Run.start`."""
 
-    def __init__(self, place: Place, prepared: Prepared) -> None:
+    def __init__(self, place: Place, prepared: Prepared, ending: Ending) -> None:
         super().__init__(place)
         self.prepared = prepared
         self._journal: Journal | None = None
         self._driver: Driver | None = None
         self._task: asyncio.Task[Outcome] | None = None
         self._closed_outcome: Outcome | None = None
+        self._ending = ending
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -129,7 +139,8 @@ class Run(Watched):
         """Start a run, or go on with it if it exists, and drive it inside the `async with`.
 
         Leaving the block normally awaits the outcome and raises what the run failed with; leaving it by an
-        exception, a cancellation included, preempts the run. `rows` and `reward` are Python objects in the
+        exception, a cancellation included, preempts the run; one that is cancelled while it starts ends
+        within preempt.grace_seconds as well. `rows` and `reward` are Python objects in the
         place of data.source and reward.function; they are recorded by name and must be passed again.
         `new` takes the next free name; `take_over` takes the run from a driver that lives;
         `listeners` are called with every committed row, its event and the state after it; `waiting` with a
@@ -139,12 +150,13 @@ class Run(Watched):
         """
         async with contextlib.AsyncExitStack() as stack:
             threads = Threads("surefoot")
-            stack.callback(threads.close)
+            ending = Ending()
+            stack.push_async_callback(threads.end, ending)
             waiting("checking config and data")
-            prepared = await threads.files(_prepare, config, sets, rows, reward)
+            prepared = await threads.files(_prepare, ending, config, sets, rows, reward)
             place = await threads.files(_place, config, name, Path(runs_dir), db, new)
-            run = cls(place, prepared)
-            stack.callback(run.close)
+            run = cls(place, prepared, ending)
+            stack.push_async_callback(run._threads.end, ending)
             run._closed_outcome = await threads.files(_outcome_if_over, place, prepared, take_over)
             if run._closed_outcome is None:
                 try:
@@ -179,25 +191,24 @@ class Run(Watched):
         waiting: Callable[[str], None],
     ) -> None:
         """Claim the run and set the driver going. Ray is up, and large enough, before the log is touched."""
-        address = self.prepared.config.cluster.address
+        ending, address = self._ending, self.prepared.config.cluster.address
         waiting("starting Ray" if address is None else f"joining the Ray cluster at {address}")
         from .assembly import assemble, ray_session  # imports what plan, log and audit never need
         from .metrics import MetricsWriter
 
-        session = await stack.enter_async_context(ray_session(self.prepared.config))
-        log, head = await _claimed(threads, self.place, self.prepared, take_over, accept_divergence)
-        stack.push_async_callback(threads.log, log.close)
+        session = await stack.enter_async_context(ray_session(self.prepared.config, ending=ending))
+        log, head = await _claimed(threads, ending, self.place, self.prepared, take_over, accept_divergence)
+        stack.push_async_callback(_give_back, threads, ending, log, head)
         rows = await threads.log(lambda: list(chained(log.read(self.name))))
         began = rows[-1].event()
         if isinstance(began, IncarnationBegan) and "reward" in began.digest_changes:
             waiting("warning: the code of the reward is another than this run began with; that is recorded")
         self._journal = Journal(log, head, fold(rows), blocking=threads.log)
-        stack.push_async_callback(self._journal.release)
         options = self.prepared.config.metrics
         metrics = MetricsWriter(self.place.folder, rows, jsonl=options.jsonl, tensorboard=options.tensorboard)
         stack.callback(metrics.close)
         self._journal.listeners += [metrics.on_event, *listeners]
-        parts = assemble(self.place, self.prepared, self._journal, session, threads.files, waiting)
+        parts = assemble(self.place, self.prepared, self._journal, session, ending, threads.files, waiting)
         self._driver = Driver(parts, self.prepared.budget)
         self._task = asyncio.ensure_future(self._driver.run())
 
@@ -220,7 +231,12 @@ class Run(Watched):
         return await asyncio.shield(self._task)
 
     async def preempt(self, because: str = "asked by the program") -> Outcome:
-        """Stop within preempt.grace_seconds: a checkpoint if time allows, `RunPreempted`, no child left."""
+        """Stop within preempt.grace_seconds: a checkpoint if time allows, `RunPreempted`, no child left.
+
+        Where the database is away, nothing can be written: `Outcome.unwritten` says so. Raises what the run
+        failed with before it was asked, and FencedOut.
+        """
+        self._ending.ask()
         if self._driver is not None:
             self._driver.preempt(because)
         return await self.outcome()
@@ -258,10 +274,16 @@ def train(config: ConfigSource, **options: Any) -> Outcome:
 
 
 def _prepare(
-    config: ConfigSource, sets: Sequence[str], rows: Rows | None, reward: Callable[..., Any] | None
+    ending: Ending,
+    config: ConfigSource,
+    sets: Sequence[str],
+    rows: Rows | None,
+    reward: Callable[..., Any] | None,
 ) -> Prepared:
     named = None if rows is None else getattr(rows, "__name__", type(rows).__name__)
-    return prepare(load_config(config, sets, rows=named), rows, reward)
+    loaded = load_config(config, sets, rows=named)
+    ending.grace_seconds = loaded.preempt.grace_seconds
+    return prepare(loaded, rows, reward)
 
 
 def _place(config: ConfigSource, name: str | None, runs_dir: Path, db: str | None, new: bool) -> Place:
@@ -326,18 +348,42 @@ def _refuse_leftovers(place: Place, config: Config) -> None:
         )
 
 
-async def _claimed(threads: Threads, *arguments: Any) -> tuple[EventLog, RunHead]:
+async def _claimed(threads: Threads, ending: Ending, *arguments: Any) -> tuple[EventLog, RunHead]:
     """`_claim` on the log's thread, which goes on if this is cancelled: what it took is let go of then."""
-    claiming = asyncio.ensure_future(threads.log(_claim, *arguments))
+    claimed: list[tuple[EventLog, RunHead]] = []
+
+    def claim() -> None:
+        claimed.append(_claim(*arguments))
+
+    def unclaim() -> None:  # on the same thread, and so after it
+        for log, head in claimed:
+            log.hurry(PARTING_SECONDS)
+            _let_go_of(log, head)
+
+    claiming = asyncio.ensure_future(threads.log(claim))
     try:
-        return await asyncio.shield(claiming)
+        await asyncio.shield(claiming)
     except asyncio.CancelledError:
-        await asyncio.wait({claiming})
-        if not claiming.cancelled() and claiming.exception() is None:
-            log, head = claiming.result()
-            await threads.log(log.release, head.run_id, head.incarnation)
-            await threads.log(log.close)
+        ending.ask()
+        await ending.wait(asyncio.ensure_future(threads.log(unclaim)), by=RAY)
         raise
+    return claimed[0]
+
+
+async def _give_back(threads: Threads, ending: Ending, log: EventLog, head: RunHead) -> None:
+    """Let go of the run, unless its driver has, and of the log: for a moment, whatever comes of it."""
+    log.hurry(min(PARTING_SECONDS, ending.left(RAY)))
+    giving = asyncio.ensure_future(threads.log(_let_go_of, log, head))
+    if await ending.wait(giving, by=RAY):
+        giving.result()
+
+
+def _let_go_of(log: EventLog, head: RunHead) -> None:
+    try:
+        with contextlib.suppress(LogError):
+            log.release(head.run_id, head.incarnation)
+    finally:
+        log.close()
 
 
 def _claim(

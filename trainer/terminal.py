@@ -1,15 +1,19 @@
 """A run driven from a terminal: its display, its signals, its exit code and, at its end, its curve.
 
 Owns the process's handlers of SIGTERM and SIGINT while the run is driven, which a library may not. The first
-signal asks the run to stop in order; a second one ends the process at once, which is as safe as a kill.
+signal asks the run to stop in order; a second one ends the process at once, which is as safe as a kill. What
+hangs when the grace time is over does not keep the process: it ends with the exit code it would have had.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -21,43 +25,62 @@ from ..statemachine.state import RunState
 from .config import Config
 from .curve import curve_of, draw_curve
 from .display import Display
+from .ending import MOMENT_SECONDS, PROCESS
 from .outcome import Outcome
 from .places import Place
 from .raysession import kill_started
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+EXIT_SECONDS = 3.0  # that Python, torch and Ray may take to end with the process
+CURVE_SECONDS = 5.0  # that the curve may take on a busy machine; the next start draws one as well
 
 
 def drive(config: Config, place: Place, *, take_over: bool, accept_divergence: bool) -> int:
     """Start the run or go on with it; returns the exit code. Raises SurefootError."""
     driven: list[EventRow] = []
     curve: str | None = None
+    last = _LastResort(place.run, PROCESS * config.preempt.grace_seconds)
     try:
-        outcome = asyncio.run(_drive(config, place, take_over, accept_divergence, driven))
-    finally:
+        outcome = asyncio.run(_drive(config, place, take_over, accept_divergence, driven, last))
+        last.outcome = outcome
+        if driven and not outcome.unwritten and last.left() >= CURVE_SECONDS:
+            curve = _curve(place)
+    except BaseException:
+        last.disarm()
         if driven:  # a run that failed has a curve as well, as far as it came
             curve = _curve(place)
+        raise
     if not driven and place.curve.is_file():
         curve = str(place.curve)
     with suppress(BrokenPipeError):  # how the run ended stands, whoever hears of it
         print(f"run {place.run} {outcome.message}")
         if curve is not None:
             print(f"learning curve: {curve}")
+    last.end_if_left_behind()
     return outcome.exit_code
 
 
 async def _drive(
-    config: Config, place: Place, take_over: bool, accept_divergence: bool, driven: list[EventRow]
+    config: Config,
+    place: Place,
+    take_over: bool,
+    accept_divergence: bool,
+    driven: list[EventRow],
+    last: _LastResort,
 ) -> Outcome:
     """`driven` gets the first row that is written."""
     from .run import Run
 
-    task, driving = asyncio.current_task(), list[Run]()
+    task, driving, stopping = asyncio.current_task(), list[Run](), list[asyncio.Task[Outcome]]()
     words = f"asked to stop: ending within {config.preempt.grace_seconds:g} s; ask again to end at once"
 
     def answer() -> None:
+        last.arm()
         display.waiting(words)
-        if not driving and task is not None:
+        if driving:
+            stopping.append(asyncio.ensure_future(driving[0].preempt("the process was asked to stop")))
+            stopping[0].add_done_callback(_look_at)  # outcome() raises the same
+        elif task is not None:
             task.cancel()
 
     def first(row: EventRow, event: Event, state: RunState) -> None:
@@ -77,20 +100,64 @@ async def _drive(
                 waiting=display.waiting,
             ) as run:
                 driving.append(run)
-                outcome = asyncio.ensure_future(run.outcome())
-                outcome.add_done_callback(_look_at)  # preempt() raises the same, and is asked first
-                stop = asyncio.ensure_future(asked.wait())
-                await asyncio.wait({outcome, stop}, return_when=asyncio.FIRST_COMPLETED)
-                stop.cancel()
-                if not outcome.done():
-                    await run.preempt("the process was asked to stop")
-                return await outcome
+                return await run.outcome()
         except asyncio.CancelledError:
             if not asked.is_set():
                 raise
             if driving:  # the signal came as the start ended: leaving has stopped the run in order
                 return await driving[0].outcome()
             return Outcome(Phase.PREEMPTED, 0, 0, 0, "was asked to stop before it had begun: run it again")
+
+
+class _LastResort:
+    """Ends the process once the grace time is over, whatever hangs in it; armed by the first signal."""
+
+    def __init__(self, run: str, seconds: float) -> None:
+        self.outcome: Outcome | None = None  # once it is known
+        self._run, self._seconds = run, seconds
+        self._timer: threading.Timer | None = None
+        self._ends_at: float | None = None  # by the monotonic clock
+        self._before = set(threading.enumerate())
+
+    def left(self) -> float:
+        """Seconds that the process still has; infinite if it was not asked to stop."""
+        return math.inf if self._ends_at is None else self._ends_at - time.monotonic()
+
+    def arm(self) -> None:
+        self._ends_at = time.monotonic() + self._seconds
+        self._timer = threading.Timer(self._seconds, self._give_up)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _give_up(self) -> None:
+        if self.outcome is None:
+            said = f"run {self._run} was asked to stop, and something in it hangs: RunPreempted may not have"
+            said += " been written; nothing is lost, the same command goes on with the run"
+            self.outcome = Outcome(Phase.PREEMPTED, 0, 0, 0, said)
+            print(f"surefoot: {said}", file=sys.stderr)
+        self._end(self.outcome)
+
+    def end_if_left_behind(self) -> None:
+        """Let the process end as any does, unless a thread of the run's hangs, which would be waited for, or
+        there is no time for it."""
+        if self._timer is not None:
+            own = [t for t in set(threading.enumerate()) - self._before if t.name.startswith("surefoot")]
+            for thread in own:
+                thread.join(MOMENT_SECONDS)
+            late = self.left() < EXIT_SECONDS or any(thread.is_alive() for thread in own)
+            if late and self.outcome is not None:
+                self._end(self.outcome)
+        self.disarm()
+
+    def _end(self, outcome: Outcome) -> None:
+        kill_started()
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(outcome.exit_code)
 
 
 def _look_at(task: asyncio.Task[Outcome]) -> None:

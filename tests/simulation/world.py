@@ -21,6 +21,7 @@ from surefoot.statemachine.memorylog import MemoryLog
 from surefoot.statemachine.state import RunState, fold
 from surefoot.trainer.config import Config, load_config
 from surefoot.trainer.driver import Driver
+from surefoot.trainer.ending import Ending
 from surefoot.trainer.journal import Journal
 from surefoot.trainer.parts import CheckpointFiles, Parts
 from surefoot.trainer.plan import budget_inputs
@@ -228,6 +229,7 @@ class World:
             blocking=self.hands.blocking,
             draining=self._draining,
             node="of the driver",
+            ending=Ending(self.config.preempt.grace_seconds),
             waiting=self.waited_for.append,
         )
         self.driver = Driver(parts, self.budget)

@@ -18,6 +18,7 @@ import pytest
 from surefoot.statemachine.errors import ConfigChanged, LogUnavailable, RunClosed, UserMistake
 from surefoot.statemachine.log import RunHead, driver_of, verify_chain
 from surefoot.statemachine.sqllog import SqlLog, open_log
+from surefoot.trainer.ending import Ending
 from surefoot.trainer.outcome import Outcome
 from surefoot.trainer.plan import first_event
 from surefoot.trainer.run import Run, _claimed, _outcome_if_over, train
@@ -190,6 +191,9 @@ class HeldLog:
     def __init__(self) -> None:
         self.asked: list[object] = []
 
+    def hurry(self, seconds: float) -> None:
+        pass
+
     def release(self, run_id: str, incarnation: int) -> None:
         self.asked.append((run_id, incarnation))
 
@@ -211,7 +215,7 @@ async def test_a_claim_that_nobody_waits_for_any_more_lets_go_of_the_run(
 
     monkeypatch.setattr("surefoot.trainer.run._claim", claim)
     threads = Threads("test")
-    claiming = asyncio.ensure_future(_claimed(threads))
+    claiming = asyncio.ensure_future(_claimed(threads, Ending()))
     await began.wait()
     claiming.cancel()
     loop.call_soon(goes_on.set)

@@ -18,7 +18,7 @@ from surefoot.statemachine.errors import RunFailedError
 from surefoot.statemachine.phases import Phase
 from surefoot.trainer.cli import main
 from surefoot.trainer.config import load_config
-from surefoot.trainer.outcome import Outcome
+from surefoot.trainer.outcome import Outcome, unwritten_outcome
 from surefoot.trainer.places import Place
 from surefoot.trainer.terminal import drive
 
@@ -197,3 +197,66 @@ def test_a_curve_that_cannot_be_drawn_changes_no_exit_code(
     monkeypatch.setattr("surefoot.trainer.terminal.draw_curve", full)
     assert driven(place) == 0
     assert "the learning curve could not be drawn: [Errno 28]" in capsys.readouterr().err
+
+
+def test_a_stop_that_the_log_could_not_be_told_of_is_code_75_and_the_last_line_says_so(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def outcome(run: StandIn) -> Outcome:
+        return unwritten_outcome(Story().began().updated().state, "the server is away")
+
+    def drawn(*_: Any) -> None:
+        raise AssertionError("the log was read, though its database is away")
+
+    monkeypatch.setattr(StandIn, "outcome", outcome)
+    monkeypatch.setattr("surefoot.trainer.terminal._curve", drawn)
+    assert driven(place) == 75
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "RunPreempted could not be written: the server is away" in last
+    assert "the same command goes on with the run" in last
+
+
+HANGS = """
+import asyncio, contextlib, os, signal, sys, threading, time
+from surefoot.trainer import run, terminal
+from surefoot.trainer.config import load_config
+from surefoot.trainer.outcome import Outcome, unwritten_outcome
+from surefoot.statemachine.phases import Phase
+from surefoot.trainer.places import Place
+
+class StandIn:
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def start(cls, config, **options):
+        yield cls()
+    async def outcome(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep({sleeps})
+        {hangs}
+        return Outcome(Phase.{phase}, 1, 1, 1, "has ended")
+    async def preempt(self, because):
+        return Outcome(Phase.PREEMPTED, 1, 1, 1, "")
+
+run.Run = StandIn
+config = load_config({base!r}, ["preempt.grace_seconds=2"])
+sys.exit(terminal.drive(config, Place("a"), take_over=False, accept_divergence=False))
+"""
+
+
+@pytest.mark.parametrize(
+    ("hangs", "phase", "code", "said"),
+    [
+        ("time.sleep(60)", "PREEMPTED", 75, "something in it hangs: RunPreempted may not have been written"),
+        ("threading.Thread(target=time.sleep, args=(60,), name='surefoot-log').start()", "COMPLETED", 0, ""),
+    ],
+)
+def test_what_hangs_does_not_keep_the_process_beyond_the_grace_time(
+    tmp_path: Path, hangs: str, phase: str, code: int, said: str
+) -> None:
+    """The loop itself, and a thread that Python would wait for at its end."""
+    program = HANGS.format(hangs=hangs, phase=phase, base=BASE, sleeps=0.1)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr and ("has ended" in done.stdout) is (code == 0)
