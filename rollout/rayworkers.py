@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ import psutil
 
 from ..statemachine.errors import ConfigRefused, TimedOut
 from .engineloop import WorkerBroken
+from .handing import Session, handed
 from .handles import WorkerGone, WorkRaised
 from .pool import WorkerPool
 from .protocols import Group, GroupRequest, Published
@@ -32,14 +33,6 @@ END_SECONDS = 10.0  # for a killed process to be gone
 DETERMINISTIC_GROUPS = 2  # with one worker: the one that is decoded and the next
 
 _encode = msgspec.msgpack.encode
-
-
-class Session(Protocol):
-    """The thread that calls Ray."""
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
-        """Make a call that may block."""
-        ...
 
 
 class RolloutConfig(Protocol):
@@ -203,13 +196,16 @@ class RayHandle:
 
     async def generate(self, request: GroupRequest) -> Group | None:
         """See WorkerHandle."""
-        packed = await _reply(self._actor.generate.remote(_encode(request)))
+        packed = await self._ask(self._actor.generate, _encode(request))
         return msgspec.msgpack.decode(packed, type=Group) if packed else None
 
     async def evaluate(self, requests: Sequence[GroupRequest]) -> list[Group]:
         """See WorkerHandle."""
-        packed = await _reply(self._actor.evaluate.remote(_encode(list(requests))))
+        packed = await self._ask(self._actor.evaluate, _encode(list(requests)))
         return msgspec.msgpack.decode(packed, type=list[Group])
+
+    async def _ask(self, method: Any, packed: bytes) -> Any:
+        return await _reply(method.remote(await handed(self._session, packed)))
 
     def abort(self, prompt_index: int, attempt: int) -> None:
         """See WorkerHandle."""

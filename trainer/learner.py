@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from ..rollout.handing import Session
 from ..rollout.protocols import Group, Published
 from ..statemachine.crashpoints import crashpoint
 from ..statemachine.errors import LearnerGone, RunFailedError
@@ -23,7 +24,7 @@ from ..statemachine.log import EventRow
 from .checkpoints import Checkpoints, Manifest, ManifestFile, ServedVersion, SnapshotBegun
 from .config import Config
 from .protocols import LearnerReady, SavedCheckpoint, UpdateResult
-from .ranks import Ranks, Session, Whereabouts
+from .ranks import Ranks, Whereabouts
 
 BACKSTOP_SECONDS = 30.0
 
@@ -89,7 +90,7 @@ class RayLearner:
                 "timeout_seconds": timeout_seconds,
                 "one_host": one_host,
             }
-            packed = await ranks.put(_encode(list(rows)))
+            packed = await ranks.handed(_encode(list(rows)))
             own = [({**place, "rank": rank}, packed) for rank in range(options.ranks)]
             return (await ranks.ask_each("start", own, deadline=deadline))[0]
         except BaseException:
@@ -103,8 +104,9 @@ class RayLearner:
     async def update(self, update: int, batch: Sequence[Group], rows: Sequence[EventRow]) -> UpdateResult:
         """Execute one update; see Learner."""
         ranks = self._ranks
-        groups = await ranks.put(_encode(list(batch)))
-        results: list[UpdateResult] = await ranks.ask("update", update, groups, _encode(list(rows)))
+        groups = await ranks.handed(_encode(list(batch)))
+        events = await ranks.handed(_encode(list(rows)))
+        results: list[UpdateResult] = await ranks.ask("update", update, groups, events)
         first = results[0]
         for rank, result in enumerate(results):
             if result.steps != first.steps:

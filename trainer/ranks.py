@@ -10,25 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import psutil
 
+from ..rollout.handing import Session, handed
 from ..statemachine.errors import LearnerGone, SurefootError
 
 LAST_WORDS_SECONDS = 5.0  # for the other ranks, once one has failed: the first to fail is rarely the cause
 END_SECONDS = 10.0  # for killed processes to be gone
 POLL_SECONDS = 0.01
-
-
-class Session(Protocol):
-    """The thread that calls Ray."""
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Awaitable[Any]:
-        """Make a call that may block."""
-        ...
 
 
 class Whereabouts(NamedTuple):
@@ -77,11 +70,9 @@ class Ranks:
         for _ in range(ranks):
             self._actors.append(make.remote())  # kept at once: whoever asked may be cancelled meanwhile
 
-    async def put(self, data: bytes) -> Any:
-        """Bytes that several ranks are about to be handed, as a reference."""
-        import ray
-
-        return await self._session.call(ray.put, data)
+    async def handed(self, data: bytes) -> Any:
+        """What ranks are about to be handed, as an argument."""
+        return await handed(self._session, data)
 
     async def ask(
         self, method: str, *arguments: Any, deadline: float | None = None, first: int | None = None

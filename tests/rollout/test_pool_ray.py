@@ -213,6 +213,22 @@ async def test_an_evaluation_outlives_a_worker(pool: RayRolloutPool) -> None:
     await until(pool, lambda found: any(isinstance(answer, WorkerLost) for answer in found))
 
 
+async def test_a_raylet_that_hangs_holds_up_no_loop(session: RaySession, pool: RayRolloutPool) -> None:
+    """Ray would put so large an argument into the raylet's store right where the call is made."""
+    requests = [ask(index, samples=1, temperature=0.0) for index in range(4_000)]
+    handle = next(iter(pool._workers.values())).handle
+    assert handle is not None
+    (raylet,) = (process for process in session._host._processes() if process.name() == "raylet")
+    raylet.suspend()
+    try:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await handle.evaluate(requests)
+    finally:
+        raylet.resume()
+    assert len(await generated(pool, [ask(index) for index in range(800, 805)])) == 5
+
+
 async def test_two_pools_share_one_ray_each_on_its_own_loop_and_leave_no_process(
     pool: RayRolloutPool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
