@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from ..statemachine.crashpoints import crashpoint
 from ..statemachine.errors import IllegalEvent, LogError, SurefootError
 from ..statemachine.events import Event
 from ..statemachine.log import EventLog, EventRow, RunHead, build_rows
@@ -91,7 +90,6 @@ class Journal:
                     event=type(events[0]).__name__,
                 )
             destination(self.state, events[0])  # refused before it is written
-            crashpoint("log.append.before")
             rows = build_rows(
                 self.run_id, self.state.seq, self.state.hash, self.incarnation, events, self._now()
             )
@@ -102,7 +100,6 @@ class Journal:
                 self._broken = error
                 raise
             self.seconds_appending += asyncio.get_running_loop().time() - started
-            crashpoint("log.append.after")
             raised = [
                 error for row, event in zip(rows, events, strict=True) for error in self._fold(row, event)
             ]

@@ -124,7 +124,14 @@ class RealRun:
             )
             for event in self.events("UpdateApplied")
         ]
-        return [*updates, [event.weights_digest for event in self.events("RunCompleted")]]
+        ends = [*self.events("RunCompleted"), *self.events("RunStopped")]
+        return [*updates, [event.weights_digest for event in ends]]
+
+    def accounts(self) -> list[Any]:
+        """What the ledger shares with that of another kind of machine: groups, steps, learning rates."""
+        return [
+            (update, groups, [step[:2] for step in steps]) for update, groups, steps in self.ledger()[:-1]
+        ]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from surefoot.statemachine.events import CheckpointCommitted, IncarnationBegan
 
 from .lives import RealRun, gone
 from .matrix import AFTER_A_CRASH
+from .situations import UNDISTURBED
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
@@ -151,6 +152,10 @@ def test_resumed_on_other_ranks_workers_and_micro_batches_the_accounting_is_the_
     for was, now in zip(untouched.ledger()[:-1], run.ledger()[:-1], strict=True):
         assert now[:2] == was[:2], "the same groups in the same update"
         assert [step[:2] for step in now[2]] == [step[:2] for step in was[2]], "at the same learning rates"
+
+
+def test_what_the_untouched_run_writes_is_what_the_matrix_says_of_it(untouched: RealRun) -> None:
+    assert {row.type for row in untouched.rows()} == {*UNDISTURBED, "IncarnationBegan"}
 
 
 def test_every_crash_point_is_reached_by_real_processes(
