@@ -134,11 +134,13 @@ def live_through(case: Case, untouched: Untouched, folder: Path) -> Verdict:
     situation, armed = situation_of(case)
     like = untouched.of(situation.config)
     run = RealRun(like.config, folder, case.name.replace(".", "-").replace("@", "-"))
-    started, said = time.monotonic(), ""
+    started, first = time.monotonic(), -signal.SIGKILL
     if situation.first_life:
-        run.live(crashpoint=situation.first_life)
+        first = run.live(crashpoint=situation.first_life)
     situation.damage(run)
     code, said = _live_until_hit(run, situation, armed)
+    if first != -signal.SIGKILL:
+        said = f"the first life was not killed at {situation.first_life}: exit code {first}"
     if armed:
         situation.mend(run)
         code = run.live(*situation.resumed_with)

@@ -96,7 +96,7 @@ SITUATIONS = {
     "UpdatesRedone": Situation(first_life="update.committed:5"),
     "WeightsRemade": Situation(
         first_life="update.committed:5",
-        resumed_with=("--set", "learner.micro_batch_tokens=40"),
+        resumed_with=("--set", "learner.micro_batch_tokens=12"),
         same_execution=False,
     ),
     "GroupsReissued": Situation(first_life="admit.after:2"),
