@@ -56,12 +56,13 @@ def test_a_place_that_is_not_registered_cannot_be_reached() -> None:
 
 @pytest.mark.real
 @pytest.mark.timeout(900)
-def test_a_random_part_of_the_matrix_equals_the_run_that_nobody_touched(tmp_path: Path) -> None:
+def test_a_random_part_of_the_matrix_equals_the_run_that_nobody_touched(
+    untouched_runs: Untouched, tmp_path: Path
+) -> None:
     seed = seed_of_the_day()
     again = f"python -m tests.faults --count {CASES_A_DAY} --seed {seed}"
     print(again)  # for a case that raises
-    untouched = Untouched(tmp_path)
-    verdicts = [live_through(case, untouched, tmp_path / "runs") for case in some_cases(seed, CASES_A_DAY)]
+    verdicts = [live_through(case, untouched_runs, tmp_path) for case in some_cases(seed, CASES_A_DAY)]
     said = f"{again}\n{table(verdicts)}"
     print(said)
     assert all(verdict.ok for verdict in verdicts), said
