@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from .crashpoints import crashpoint
 from .events import Event, TakeReason
 from .liveness import DriverIdentity, lives
 from .log import (
@@ -91,6 +92,7 @@ class MemoryLog:
 
     def append(self, run_id: str, expected_seq: int, incarnation: int, rows: Sequence[EventRow]) -> None:
         refuse_misbuilt(run_id, expected_seq, incarnation, rows)
+        crashpoint("log.append.before", rows)
         with self._lock:
             head, run = self._head(run_id), self._runs[run_id]
             if (head.head_seq, head.incarnation) != (expected_seq, incarnation):
@@ -100,6 +102,7 @@ class MemoryLog:
             verify_chain(rows, head.head_hash, expected_seq)
             run.rows.extend(rows)
             run.heartbeat_at = self._seconds()
+        crashpoint("log.append.after", rows)
 
     def read(self, run_id: str, after_seq: int = 0, limit: int | None = None) -> Iterator[EventRow]:
         run = self._run(run_id)

@@ -109,6 +109,7 @@ class SqlLog:
         began = incarnation_began(1, TakeReason.NEW, driver)
         rows = build_rows(run_id, 0, GENESIS_HASH, 1, (first, began), self._now())
         sent = False
+        crashpoint("log.append.before", rows)
 
         def work(cursor: Any) -> RunHead:
             nonlocal sent
@@ -126,9 +127,11 @@ class SqlLog:
                 # PostgreSQL has no row to lock yet: another process has just created the run
                 raise run_exists(run_id) from None
             self._sql.insert.run_many(cursor, tuples_of(rows))
+            crashpoint("log.append.inside", rows)
             return created
 
         head = self._transact(work)
+        crashpoint("log.append.after", rows)
         crashpoint("log.created")
         return head
 
@@ -143,8 +146,10 @@ class SqlLog:
         accept_divergence: bool = False,
     ) -> RunHead:
         sent: set[str] = set()
+        rows: list[EventRow] = []
 
         def work(cursor: Any) -> RunHead:
+            nonlocal rows
             head = self._locked_head(cursor, run_id)
             if head.head_hash in sent:
                 return head  # the answer was lost, not the deed
@@ -154,20 +159,23 @@ class SqlLog:
             mine = head.incarnation + 1
             began = incarnation_began(mine, reason, driver, config_changes, digest_changes, accept_divergence)
             rows = build_rows(run_id, head.head_seq, head.head_hash, mine, (began,), self._now())
+            crashpoint("log.append.before", rows)
             last = rows[-1]
             sent.add(last.hash)
             self._sql.insert.run_many(cursor, tuples_of(rows))
             taken = RunHead(run_id, last.seq, last.hash, mine, driver, 0.0, False)
             self._sql.hand_over.run(cursor, run=run_id, **row_of(taken, "new_"))
+            crashpoint("log.append.inside", rows)
             return taken
 
         head = self._transact(work)
+        crashpoint("log.append.after", rows)
         crashpoint("log.taken_over")
         return head
 
     def append(self, run_id: str, expected_seq: int, incarnation: int, rows: Sequence[EventRow]) -> None:
         refuse_misbuilt(run_id, expected_seq, incarnation, rows)
-        crashpoint("log.append.before")
+        crashpoint("log.append.before", rows)
         last = rows[-1]
         stored = tuples_of(rows)
 
@@ -186,11 +194,11 @@ class SqlLog:
                 raise _not_the_head(run_id, head.head_seq)
             verify_chain(rows, previous_hash, expected_seq)
             self._sql.insert.run_many(cursor, stored)
-            crashpoint("log.append.inside")
+            crashpoint("log.append.inside", rows)
 
         self._transact(work)
         self._heads[run_id] = (last.seq, last.hash)
-        crashpoint("log.append.after")
+        crashpoint("log.append.after", rows)
 
     def read(self, run_id: str, after_seq: int = 0, limit: int | None = None) -> Iterator[EventRow]:
         return self._pages(self.head(run_id), after_seq, limit)

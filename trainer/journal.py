@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from ..statemachine.crashpoints import crashpoint
 from ..statemachine.errors import LogError, SurefootError
 from ..statemachine.events import Event
 from ..statemachine.log import EventLog, EventRow, RunHead, build_rows
@@ -97,7 +96,6 @@ class Journal:
                 self._broken = error
                 raise
             self.seconds_appending += asyncio.get_running_loop().time() - started
-            crashpoint("log.append.after")
             raised = [
                 error for row, event in zip(rows, events, strict=True) for error in self._fold(row, event)
             ]

@@ -7,26 +7,23 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .lives import RealRun
 from .matrix import all_cases, live_through, some_cases, table
-from .small import make_small
+from .situations import Untouched
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kill real runs at every crash point, and compare.")
-    parser.add_argument("--only", help="crash points that begin with this")
+    parser.add_argument("--only", help="crash points that begin with this, or whose event does")
     parser.add_argument("--count", type=int, help="so many, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("faults.md"))
     options = parser.parse_args()
     cases = some_cases(options.seed, options.count) if options.count else all_cases()
-    cases = [case for case in cases if case.place.startswith(options.only or "")]
+    only = options.only or ""
+    cases = [case for case in cases if any(part.startswith(only) for part in (case.place, case.kind))]
     with tempfile.TemporaryDirectory(prefix="surefoot-faults-") as folder:
-        untouched = RealRun(make_small(Path(folder) / "small"), Path(folder) / "untouched")
-        print(f"{len(cases)} cases; first the run that nobody touches", flush=True)
-        if untouched.live() != 0:
-            print(untouched.output(), file=sys.stderr)
-            return 1
+        print(f"{len(cases)} cases; before the first of a config, the run that nobody touches", flush=True)
+        untouched = Untouched(Path(folder))
         verdicts = []
         for number, case in enumerate(cases, 1):
             verdict = live_through(case, untouched, Path(folder) / "runs")

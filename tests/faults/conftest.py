@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 
 from .lives import RealRun
-from .small import make_small
+from .situations import Untouched
 
 
 @pytest.fixture(scope="session")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> RealRun:
+def untouched_runs(tmp_path_factory: pytest.TempPathFactory) -> Untouched:
+    """The runs that nobody touches, by their config."""
+    return Untouched(tmp_path_factory.mktemp("untouched"))
+
+
+@pytest.fixture(scope="session")
+def untouched(untouched_runs: Untouched) -> RealRun:
     """The small deterministic run, from its beginning to its end."""
-    folder = tmp_path_factory.mktemp("untouched")
-    run = RealRun(make_small(folder), folder / "runs")
-    assert run.live() == 0, run.output()
-    return run
+    return untouched_runs.of("small")
 
 
 @pytest.fixture(scope="session")

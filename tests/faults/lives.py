@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from surefoot.statemachine.state import RunState, fold
 from surefoot.trainer.places import Place
 
 LIFE_SECONDS = 300.0
-LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,12 @@ class RealRun:
                 start_new_session=True,
             ),
         )
+
+    def stand(self, crashpoints: str, *arguments: str) -> Life:
+        """Begin a life that stands at each of these places (`name:n,...`); on return, at the first."""
+        life = self.start(*arguments, crashpoint=crashpoints.replace(",", ":stop,") + ":stop")
+        assert life.stands(), self.output()
+        return life
 
     def live(self, *arguments: str, crashpoint: str | None = None) -> int:
         """A whole life; its exit code (-9: killed itself at the crash point)."""
@@ -124,7 +128,14 @@ class RealRun:
             )
             for event in self.events("UpdateApplied")
         ]
-        return [*updates, [event.weights_digest for event in self.events("RunCompleted")]]
+        ends = [*self.events("RunCompleted"), *self.events("RunStopped")]
+        return [*updates, [event.weights_digest for event in ends]]
+
+    def accounts(self) -> list[Any]:
+        """What the ledger shares with that of another kind of machine: groups, steps, learning rates."""
+        return [
+            (update, groups, [step[:2] for step in steps]) for update, groups, steps in self.ledger()[:-1]
+        ]
 
 
 @dataclass(frozen=True)
@@ -141,20 +152,6 @@ class Life:
         except subprocess.TimeoutExpired:
             self.kill()
             raise
-
-    def wait_for(self, kind: str, count: int = 1, seconds: float = LIFE_SECONDS) -> None:
-        """Until the log holds so many events of a type. Raises AssertionError with the output."""
-        deadline = time.monotonic() + seconds
-        while sum(row.type == kind for row in self.run.rows()) < count:
-            ended = self.process.poll() is not None
-            if ended or time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError(f"no {count} {kind} came; it printed:\n{self.run.output()}")
-            self._look_again()
-
-    def _look_again(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(LOOK_SECONDS)
 
     def stands(self, seconds: float = LIFE_SECONDS) -> bool:
         """Wait until it stands at a crash point armed with `stop`. False: it has ended without, or is killed

@@ -1,4 +1,6 @@
 """The matrix of faults: every crash point, with the driver, a worker or a rank killed there; on real parts.
+At the append of every type of event the driver is killed with its rows written and not committed, and again
+once they are committed and nobody has been told.
 
 Each case is one run: it lives until the fault, goes on with the same command, and must end as the run that
 nobody touched: same ledger, same last weights, every identity of the audit. `python -m tests.faults` lives
@@ -16,18 +18,37 @@ from pathlib import Path
 
 from surefoot.statemachine.crashpoints import CRASHPOINTS
 
-from .lives import Life, RealRun, gone
-
-DRIVER, WORKER, RANK = "driver", "worker", "rank"
-ACTORS = {WORKER: "RolloutWorker", RANK: "RankActor"}
+from .lives import RealRun
+from .situations import (
+    ACTORS,
+    DRIVER,
+    ENDS,
+    RANK,
+    SITUATIONS,
+    UNDISTURBED,
+    WORKER,
+    Situation,
+    Untouched,
+    hit,
+)
 
 BEFORE_WORKERS = ("migrate.", "log.created", "log.taken_over", "budget.", "log.append.")
-"""Places that are reached while no worker or rank exists; appends are killed at their first."""
+"""Places where the driver alone is killed: no worker or rank exists, or what is told apart is the event."""
+
+BY_EVENT = ("log.append.inside", "log.append.after")
+"""Places with a case for every type of event."""
 
 AFTER_A_CRASH = ("log.taken_over", "redo.")
 """Places that only a driver that takes over reaches."""
 
-NTH = {"update.begun": 3, "update.executed": 4, "update.committed": 2, "admit.after": 3, "group.stored": 4}
+NTH = {
+    "log.append.before": 12,
+    "update.begun": 3,
+    "update.executed": 4,
+    "update.committed": 2,
+    "admit.after": 3,
+    "group.stored": 4,
+}
 """Where the first time would be too early to tell anything."""
 
 CASES_A_DAY = 2
@@ -44,6 +65,11 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.place}-{self.victim}"
+
+    @property
+    def kind(self) -> str:
+        """The type of event whose append it is about, if it is about one."""
+        return self.place.partition("@")[2]
 
 
 @dataclass(frozen=True)
@@ -68,13 +94,16 @@ class Verdict:
 
 
 def all_cases() -> list[Case]:
-    """Every crash point with every victim that exists there."""
-    return [
+    """Every crash point with every victim that exists there, and every append by what it appends."""
+    places = [
         Case(place, victim)
         for place in CRASHPOINTS
         for victim in (DRIVER, WORKER, RANK)
         if victim == DRIVER or not place.startswith((*BEFORE_WORKERS, "end.after", "workers.started"))
+        if place not in BY_EVENT
     ]
+    appends = [Case(f"{place}@{kind}", DRIVER) for kind in (*UNDISTURBED, *SITUATIONS) for place in BY_EVENT]
+    return places + appends
 
 
 @cache
@@ -88,53 +117,64 @@ def some_cases(seed: int, count: int) -> list[Case]:
     return random.Random(seed).sample(all_cases(), count)
 
 
-def live_through(case: Case, untouched: RealRun, folder: Path) -> Verdict:
-    """Live the case to its end, and compare."""
-    run = RealRun(untouched.config, folder, case.place.replace(".", "-") + "-" + case.victim)
-    started, kills, said = time.monotonic(), 0, ""
-    if case.place.startswith(AFTER_A_CRASH):
-        run.live(crashpoint="update.committed:5")
-        kills += 1
-    armed = f"{case.place}:{NTH.get(case.place, 1)}"
+def situation_of(case: Case) -> tuple[Situation, str]:
+    """What leads up to a case, and where the driver is killed, if it is."""
+    place, _, kind = case.place.partition("@")
+    armed = f"{case.place}:{UNDISTURBED.get(kind, NTH.get(place, 1))}"
+    if kind:
+        return SITUATIONS.get(kind, Situation()), armed
+    first_life = "update.committed:5" if place.startswith(AFTER_A_CRASH) else ""
     if case.victim == DRIVER:
-        code = run.live(crashpoint=armed)
-        kills += 1
-        if code != -signal.SIGKILL:
-            said = f"the crash point was not reached: exit code {code}"
-        code = run.live()
-    else:
-        life = run.start(crashpoint=f"{armed}:stop")
-        said = _kill_while_it_stands(life, ACTORS[case.victim])
-        kills += 1
-        code = life.wait()
-    if code != 0 and not said:
+        return Situation(first_life=first_life), armed
+    return Situation(first_life=first_life, stands_at=armed, meanwhile=case.victim), ""
+
+
+def live_through(case: Case, untouched: Untouched, folder: Path) -> Verdict:
+    """Live the case to its end, and compare."""
+    situation, armed = situation_of(case)
+    like = untouched.of(situation.config)
+    run = RealRun(like.config, folder, case.name.replace(".", "-").replace("@", "-"))
+    started, first = time.monotonic(), -signal.SIGKILL
+    if situation.first_life:
+        first = run.live(crashpoint=situation.first_life)
+    situation.damage(run)
+    code, said = _live_until_hit(run, situation, armed)
+    if first != -signal.SIGKILL:
+        said = f"the first life was not killed at {situation.first_life}: exit code {first}"
+    if armed:
+        situation.mend(run)
+        code = run.live(*situation.resumed_with)
+    if code != ENDS[situation.config] and not said:
         said = f"the run ended with exit code {code}: {run.output().strip().splitlines()[-1:]}"
-    state = run.state()
+    state, told = run.state(), RealRun.ledger if situation.same_execution else RealRun.accounts
     trained = [index for event in run.events("UpdateApplied") for index, _ in event.groups]
-    total = state.budget.optimizer_steps_total if state.budget else 0
     return Verdict(
         case=case,
-        kills=kills,
+        kills=sum(map(bool, (situation.first_life, armed, situation.meanwhile in ACTORS))),
         resumes=max(0, state.incarnation - 1),
-        lost_steps=total - state.optimizer_steps,
+        lost_steps=like.state().optimizer_steps - state.optimizer_steps,
         trained_twice=len(trained) - len(set(trained)),
-        equal=run.ledger() == untouched.ledger(),
+        equal=told(run) == told(like),
         audited=run.audit().ok,
         seconds=time.monotonic() - started,
         said=said,
     )
 
 
-def _kill_while_it_stands(life: Life, actor: str) -> str:
-    """Kill an actor while the driver stands at the crash point, then let it go on."""
-    if not life.stands():
-        return f"the crash point was not reached: exit code {life.wait()}"
-    victims = life.actors(actor)
-    for victim in victims:
-        victim.kill()
-    gone(victims)
-    life.go_on()
-    return "" if victims else f"there was no {actor} at this place"
+def _live_until_hit(run: RealRun, situation: Situation, armed: str) -> tuple[int, str]:
+    """The life that is hit; its exit code, and what is wrong with the case."""
+    stops = [f"{situation.stands_at}:stop"] if situation.stands_at else []
+    life = run.start(*situation.resumed_with, crashpoint=",".join([*stops, *filter(None, [armed])]))
+    said = ""
+    if stops and not life.stands():
+        said = "the driver did not come to stand"
+    elif stops:
+        said = hit(life, situation.meanwhile)
+        life.go_on()
+    code = life.wait()
+    if armed and code != -signal.SIGKILL and not said:
+        said = f"the crash point was not reached: exit code {code}"
+    return code, said
 
 
 def table(verdicts: list[Verdict]) -> str:

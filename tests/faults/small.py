@@ -7,6 +7,7 @@ was killed, ledger and last weights must equal those of the run that nobody touc
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,22 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 LETTERS = "abcdefghijklmnopqrstuvwxyz ="
 HIDDEN, LAYERS, HEADS, INNER, CONTEXT = 32, 2, 4, 64, 64
 
-REWARD = '''"""The reward of the small runs: the share of vowels; a function of the text alone."""
+TRIP = "trip"
+"""While a file of this name is beside the reward, the next response to the second row has none."""
+
+REWARD = '''"""The reward of the small runs: the share of vowels; a function of row and text alone."""
+
+from pathlib import Path
+
+TRIP = Path(__file__).with_name("trip")
 
 
 def vowels(row, text, ids):
-    if row["prompt"].startswith("!") and row["prompt"] == row.get("poison"):
-        raise ValueError("this prompt has no reward")
+    if row["prompt"] == "bh =" and TRIP.exists():
+        TRIP.unlink()
+        raise ValueError("tripped")
+    if row["flat"]:
+        return 0.0
     return sum(letter in "aeiou" for letter in text) / max(1, len(text))
 '''
 
@@ -68,14 +79,21 @@ def make_small(
     bound: int = 0,
     workers: int = 1,
     ranks: int = 1,
+    flat: Collection[int] = (),
     extra: str = "",
 ) -> Path:
-    """Model, rows, reward and config in a folder; returns the config's path. 7 updates, 4 publications."""
+    """Model, rows, reward and config in a folder; returns the config's path. 7 updates, 4 publications.
+
+    `flat`: rows for which every response has the same reward.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     make_model(folder / "model")
-    lines = [{"prompt": f"{LETTERS[i % 26]}{LETTERS[(7 * i) % 26]} =", "answer": "a"} for i in range(rows)]
+    lines = [
+        {"prompt": f"{LETTERS[i % 26]}{LETTERS[(7 * i) % 26]} =", "answer": "a", "flat": i in flat}
+        for i in range(rows)
+    ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    held_out = [{"prompt": f"{letter}{letter} =", "answer": "a"} for letter in "xyz"]
+    held_out = [{"prompt": f"{letter}{letter} =", "answer": "a", "flat": False} for letter in "xyz"]
     (folder / "held_out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held_out))
     (folder / "small_reward.py").write_text(REWARD)
     config = folder / "small.toml"

@@ -28,13 +28,12 @@ def test_a_node_of_workers_and_ranks_that_goes_away_is_their_death_and_not_the_d
 ) -> None:
     run = RealRun(untouched.config, tmp_path)
     node = cluster.add_node(slots=3)
-    life = run.start("--set", f"cluster.address={cluster.address}")
-    life.wait_for("UpdateApplied", 2)
+    life = run.stand("log.append.after@UpdateApplied:2", "--set", f"cluster.address={cluster.address}")
     cluster.take_away(node)
     other = cluster.add_node(slots=3)
-    life.wait_for("LearnerLost")
-    life.wait_for("WorkerReplaced")
+    life.go_on()
     assert life.wait() == 0, run.output()
+    assert run.events("LearnerLost") and run.events("WorkerReplaced")
     assert run.state().incarnation == 1
     assert run.audit().ok
     assert run.ledger() == untouched.ledger()
@@ -47,8 +46,7 @@ def test_notice_that_a_node_of_ranks_is_taken_away_is_a_preemption(
     run = RealRun(make_small(tmp_path, rows=80), tmp_path / "runs")  # 40 updates: some seconds
     node = cluster.add_node(slots=3)
     to_cluster = ("--set", f"cluster.address={cluster.address}")
-    life = run.start(*to_cluster, crashpoint="update.committed:3:stop")
-    assert life.stands(), run.output()
+    life = run.stand("update.committed:3", *to_cluster)
     below = life.below()
     cluster.drain(node)
     life.go_on()

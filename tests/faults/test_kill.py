@@ -14,6 +14,7 @@ from surefoot.statemachine.events import CheckpointCommitted, IncarnationBegan
 
 from .lives import RealRun, gone
 from .matrix import AFTER_A_CRASH
+from .situations import UNDISTURBED
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
@@ -32,10 +33,9 @@ def test_the_untouched_run_is_whole(untouched: RealRun) -> None:
 def test_killed_twice_and_resumed_at_once_it_is_the_same_run(untouched: RealRun, tmp_path: Path) -> None:
     """Reports 16 and 39: real kills; each time it is run again at once."""
     run = RealRun(untouched.config, tmp_path)
-    for updates in (2, 5):
-        life = run.start()
-        life.wait_for("UpdateApplied", updates)
-        life.kill()
+    for updates in (2, 3):
+        run.stand(f"log.append.after@UpdateApplied:{updates}").kill()
+    assert run.state().updates == 5
     assert run.live() == 0, run.output()
     assert run.state().incarnation == 3
     assert run.audit().ok
@@ -47,29 +47,29 @@ def test_sigterm_leaves_a_checkpoint_no_child_and_code_75_and_a_second_ends_it_a
 ) -> None:
     """Reports 36 and 37."""
     run = RealRun(untouched.config, tmp_path)
-    life = run.start()
-    life.wait_for("UpdateApplied", 2)
+    life = run.stand("log.append.after@UpdateApplied:2")
     below = life.below()
     for process in below:  # as a supervisor does that ends a whole group
         process.terminate()
     os.kill(life.process.pid, signal.SIGTERM)
+    life.go_on()
     assert life.wait() == 75, run.output()
     assert gone(below) == []
     state = run.state()
     assert state.phase == "Preempted" and state.updates in state.checkpoints
 
-    life = run.start()
-    life.wait_for("WorkersReady", 2)
+    life = run.stand("log.append.after@WorkersReady:1")
     below = life.below()
     os.kill(life.process.pid, signal.SIGTERM)  # to the driver alone, as most senders do
+    life.go_on()
     assert life.wait() == 75, run.output()
     assert gone(below) == []
 
-    life = run.start()
-    life.wait_for("IncarnationBegan", 3)
+    life = run.stand("log.append.after@IncarnationBegan:1")
     below = life.below()
     for number in (signal.SIGTERM, signal.SIGINT):  # two of one kind may arrive as one
         os.kill(life.process.pid, number)
+    life.go_on()
     assert life.wait() in (-signal.SIGTERM, -signal.SIGINT), "the second ends it at once"
     assert gone(below) == []
 
@@ -78,29 +78,24 @@ def test_sigterm_leaves_a_checkpoint_no_child_and_code_75_and_a_second_ends_it_a
     assert run.live() == 0 and "already" in run.output()
 
 
-def test_a_killed_rank_costs_the_learner_group_only(untouched: RealRun, tmp_path: Path) -> None:
+def test_a_killed_rank_costs_the_learner_group_and_a_killed_worker_its_groups_and_nothing_else(
+    untouched: RealRun, tmp_path: Path
+) -> None:
     run = RealRun(untouched.config, tmp_path)
-    life = run.start()
-    life.wait_for("UpdateApplied", 2)
+    life = run.stand("log.append.after@UpdateApplied:2,log.append.after@WorkersReady:2")
     (worker,) = life.actors("RolloutWorker")
     (rank,) = life.actors("RankActor")
     rank.kill()
-    life.wait_for("LearnerLost")
-    life.wait_for("WorkersReady", 2)
+    life.go_on()
+    assert life.stands(), run.output()
+    assert len(run.events("LearnerLost")) == 1
     assert worker.is_running(), "the rollout worker lives on"
-    assert life.wait() == 0, run.output()
-    assert run.state().incarnation == 1
-    assert run.ledger() == untouched.ledger()
-
-
-def test_a_killed_worker_is_replaced_and_its_groups_made_again(untouched: RealRun, tmp_path: Path) -> None:
-    run = RealRun(untouched.config, tmp_path)
-    life = run.start()
-    life.wait_for("UpdateApplied", 2)
-    (worker,) = life.actors("RolloutWorker")
+    assert not run.events("WorkerReplaced")
     worker.kill()
-    life.wait_for("WorkerReplaced")
+    life.go_on()
     assert life.wait() == 0, run.output()
+    assert (len(run.events("LearnerLost")), len(run.events("WorkerReplaced"))) == (1, 1)
+    assert run.state().incarnation == 1
     assert run.audit().ok
     assert run.ledger() == untouched.ledger()
 
@@ -109,9 +104,7 @@ def test_the_quickstart_killed_and_resumed_trains_each_group_once(tmp_path: Path
     run = RealRun(QUICKSTART, tmp_path, "quickstart")
     smaller = ["data.size=192", "checkpoint.every_updates=2", "eval.size=20", "eval.every_updates=3"]
     sets = [word for one in smaller for word in ("--set", one)]
-    life = run.start(*sets)
-    life.wait_for("UpdateApplied", 3)
-    life.kill()
+    run.stand("log.append.after@UpdateApplied:3", *sets).kill()
     assert run.live(*sets) == 0, run.output()
     state = run.state()
     assert (state.updates, state.optimizer_steps, state.incarnation) == (6, 6, 2)
@@ -151,6 +144,10 @@ def test_resumed_on_other_ranks_workers_and_micro_batches_the_accounting_is_the_
     for was, now in zip(untouched.ledger()[:-1], run.ledger()[:-1], strict=True):
         assert now[:2] == was[:2], "the same groups in the same update"
         assert [step[:2] for step in now[2]] == [step[:2] for step in was[2]], "at the same learning rates"
+
+
+def test_what_the_untouched_run_writes_is_what_the_matrix_says_of_it(untouched: RealRun) -> None:
+    assert {row.type for row in untouched.rows()} == {*UNDISTURBED, "IncarnationBegan"}
 
 
 def test_every_crash_point_is_reached_by_real_processes(

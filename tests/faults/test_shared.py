@@ -33,8 +33,7 @@ def test_log_on_a_server_that_restarts_and_files_behind_a_url_it_is_the_same_run
     with postgres_server() as server:
         run = RealRun(untouched.config, tmp_path / "runs", db=server.url)
         assert run.live(*elsewhere, crashpoint="update.committed:4") == -9
-        life = run.start(*elsewhere, crashpoint="update.committed:1:stop")
-        assert life.stands(), run.output()
+        life = run.stand("update.committed:1", *elsewhere)
         assert run.state().updates == 5
         server.stop()
         life.go_on()  # its connection is gone, and there may be no server for a while

@@ -87,7 +87,14 @@ def test_two_first_starts_migrate_one_database_once(database_url: str, same_run:
 
 @pytest.mark.parametrize(
     ("crashpoint", "rows_left"),
-    [("log.created", 2), ("log.append.before", 2), ("log.append.inside", 2), ("log.append.after", 3)],
+    [
+        ("log.append.after@RunCreated", 2),
+        ("log.created", 2),
+        ("log.append.before@LearnerLost", 2),
+        ("log.append.inside@LearnerLost", 2),
+        ("log.append.after@LearnerLost", 3),
+        ("log.append.after:2", 3),
+    ],
 )
 def test_a_driver_killed_around_an_append_leaves_all_of_it_or_nothing(
     database_url: str, crashpoint: str, rows_left: int
@@ -102,6 +109,43 @@ def test_a_driver_killed_around_an_append_leaves_all_of_it_or_nothing(
     assert head.head_seq == rows_left + 1
     assert texts(rows)[-1] == "goes on"
     verify_chain(rows)
+
+
+@pytest.mark.parametrize("crashpoint", ["log.append.before@RunCreated", "log.append.inside@IncarnationBegan"])
+def test_a_driver_killed_before_its_runs_first_events_are_committed_leaves_no_run(
+    database_url: str, crashpoint: str
+) -> None:
+    assert run_alone("start", database_url, "a", crashpoint=crashpoint).returncode == -9
+    with closing(open_log(database_url, migrate=False)) as reader:
+        assert reader.runs() == []
+    assert run_alone("start", database_url, "a").stdout == "created\n"
+
+
+@pytest.mark.parametrize(("place", "incarnation"), [("before", 1), ("inside", 1), ("after", 2)])
+def test_a_driver_killed_as_it_takes_a_run_over_holds_it_or_leaves_it(
+    database_url: str, place: str, incarnation: int
+) -> None:
+    assert run_alone("start", database_url, "a").returncode == 0
+    armed = f"log.append.{place}@IncarnationBegan"
+    assert run_alone("take_over", database_url, "a", crashpoint=armed).returncode == -9
+    with closing(open_log(database_url, migrate=True)) as log:
+        assert log.head("a").incarnation == incarnation
+        assert len(list(log.read("a"))) == 2 + incarnation
+        assert log.take_over("a", HERE).incarnation == incarnation + 1
+
+
+@pytest.mark.parametrize(
+    ("armed", "why"),
+    [
+        ("log.append.within", "names 'log.append.within', which is no crash point"),
+        ("log.append.inside@Nothing:2", "has 'log.append.inside@Nothing', and 'Nothing' is no type of event"),
+        ("log.created@RunCreated", "has 'log.created@RunCreated', but only a log.append place takes a type"),
+    ],
+)
+def test_what_can_never_be_reached_is_refused_where_it_is_armed(armed: str, why: str) -> None:
+    refused = run_alone("start", "sqlite:///nowhere", "a", crashpoint=armed)
+    assert refused.returncode == 1
+    assert refused.stderr.strip().endswith(f"ValueError: SUREFOOT_CRASHPOINT {why}")
 
 
 def test_a_driver_killed_right_after_it_took_a_run_over_is_followed(database_url: str) -> None:

@@ -361,7 +361,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_driver_had_not_committed_is_not_there(sqlite_url: str) -> None:
-    killed = run_alone("start", sqlite_url, "a", crashpoint="log.append.inside")
+    killed = run_alone("start", sqlite_url, "a", crashpoint="log.append.inside@LearnerLost")
     assert killed.returncode == -9
     with closing(open_log(sqlite_url, migrate=False)) as reader:
         rows = list(reader.read("a"))

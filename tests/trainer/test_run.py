@@ -29,8 +29,8 @@ def vowels(row: dict[str, Any], text: str, ids: list[int]) -> dict[str, float]:
     return {"vowels": sum(letter in "aeiou" for letter in text) / max(1, len(text)), "ids": len(ids) * 0.01}
 
 
-async def slow(row: dict[str, Any], text: str, ids: list[int]) -> float:
-    await asyncio.sleep(0.05)
+async def another(row: dict[str, Any], text: str, ids: list[int]) -> float:
+    await asyncio.sleep(0)
     return float(len(text))
 
 
@@ -86,7 +86,7 @@ async def test_a_program_drives_a_run_and_watches_its_events(tmp_path: Path, con
     again = await asyncio.to_thread(train, config, name="a", runs_dir=tmp_path, rows=ROWS, reward=vowels)
     assert again.already and again.exit_code == 0
     with pytest.raises(ConfigChanged, match="reward"):
-        await asyncio.to_thread(train, config, name="a", runs_dir=tmp_path, rows=ROWS, reward=slow)
+        await asyncio.to_thread(train, config, name="a", runs_dir=tmp_path, rows=ROWS, reward=another)
 
 
 async def test_two_runs_side_by_side_share_one_ray(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ async def test_two_runs_side_by_side_share_one_ray(tmp_path: Path, config: dict[
         async with Run.start(config, name=name, runs_dir=tmp_path, rows=ROWS, reward=reward) as run:
             return await run.outcome()
 
-    first, second = await asyncio.gather(one("a", vowels), one("b", slow))
+    first, second = await asyncio.gather(one("a", vowels), one("b", another))
     assert (first.exit_code, second.exit_code) == (0, 0)
     assert gone([process for process in below() if process.pid not in before]) == []
 
