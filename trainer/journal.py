@@ -88,7 +88,6 @@ class Journal:
                 self.run_id, self.state.seq, self.state.hash, self.incarnation, events, self._now()
             )
             self._try(rows, events)
-            crashpoint("log.append.before")
             started = asyncio.get_running_loop().time()
             try:
                 await self._blocking(self.log.append, self.run_id, self.state.seq, self.incarnation, rows)
