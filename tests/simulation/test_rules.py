@@ -256,8 +256,13 @@ class AnyLives(RuleBasedStateMachine):
     def it_is_preempted(self) -> None:
         holder = self.holder
         assert holder is not None and holder.driver is not None
-        holder.driver.preempt("SIGTERM")
-        self.work(self.until(lambda: False, 30.0))
+        driver = holder.driver
+
+        async def stop() -> None:
+            driver.preempt("SIGTERM")
+            await self.until(lambda: False, 30.0)
+
+        self.work(stop())
 
     @precondition(lambda self: self.holder is not None and self.holder.learner is not None)
     @rule()
