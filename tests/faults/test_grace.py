@@ -33,17 +33,18 @@ def head(life: Life) -> list[psutil.Process]:
 
 
 def ended(life: Life) -> tuple[int, float, list[psutil.Process]]:
-    """Ask the driver to stop: its exit code, the seconds that it took, and what it has left behind."""
+    """Ask a driver that stands to stop, and let it go on: its exit code, the seconds that it took, and what
+    it has left behind."""
     below, asked = life.below(), time.monotonic()
     os.kill(life.process.pid, signal.SIGTERM)
+    life.go_on()
     code = life.wait(10 * GRACE_SECONDS)
     return code, time.monotonic() - asked, gone(below, 1.0)
 
 
 def test_a_head_of_ray_that_hangs_keeps_no_run_that_is_asked_to_stop(config: Path, tmp_path: Path) -> None:
     run = RealRun(config, tmp_path / "runs")
-    life = run.start()
-    life.wait_for("UpdateApplied", 2)
+    life = run.stand("log.append.after@UpdateApplied:2")
     for process in head(life):
         process.suspend()
     code, seconds, left = ended(life)
@@ -58,8 +59,7 @@ def test_a_head_of_ray_that_hangs_while_the_parts_are_built_keeps_no_run_that_is
     config: Path, tmp_path: Path
 ) -> None:
     run = RealRun(config, tmp_path / "runs")
-    life = run.start()
-    life.wait_for("BudgetResolved")
+    life = run.stand("log.append.after@BudgetResolved:1")
     for process in head(life):
         process.suspend()
     code, seconds, left = ended(life)
@@ -73,8 +73,7 @@ def test_a_database_server_that_hangs_keeps_no_run_that_is_asked_to_stop(
 ) -> None:
     with postgres_server() as server:
         run = RealRun(config, tmp_path / "runs", db=server.url)
-        life = run.start()
-        life.wait_for("UpdateApplied", 2)
+        life = run.stand("log.append.after@UpdateApplied:2")
         with server.frozen():
             code, seconds, left = ended(life)
         assert (code, left) == (75, []), run.output()
@@ -83,8 +82,7 @@ def test_a_database_server_that_hangs_keeps_no_run_that_is_asked_to_stop(
         assert "RunPreempted could not be written" in last
         assert "the same command goes on with the run" in last
         assert run.state().incarnation == 1 and not run.state().ended
-        again = run.start()
-        again.wait_for("WorkersReady", 2)
+        again = run.stand("log.append.after@WorkersReady:1")
         code, _, left = ended(again)
         assert (code, left) == (75, []), run.output()
         assert run.audit().ok
