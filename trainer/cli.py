@@ -19,6 +19,7 @@ import typer
 
 from ..statemachine.errors import SurefootError, UserMistake, described
 from .places import RUNS
+from .signals import AtSignal
 
 FAILED, MISTAKE, PREEMPTED = 1, 2, 75
 FOLLOW_SECONDS = 0.2
@@ -96,18 +97,19 @@ def train(
     debug: Debug = False,
 ) -> int:
     """Start the run, or go on with it if it exists."""
-    from .config import load_config
-    from .places import Place, next_free
-    from .terminal import drive
+    with AtSignal(PREEMPTED, "asked to stop before the run had begun: run it again"):
+        from .config import load_config
+        from .places import Place, next_free
+        from .terminal import drive
 
-    name = config.stem if run is None else run
-    place = next_free(name, runs_dir, db) if new else Place(name, runs_dir, db)
-    return drive(
-        load_config(config, _sets(sets, more)),
-        place,
-        take_over=take_over,
-        accept_divergence=accept_divergence,
-    )
+        name = config.stem if run is None else run
+        place = next_free(name, runs_dir, db) if new else Place(name, runs_dir, db)
+        return drive(
+            load_config(config, _sets(sets, more)),
+            place,
+            take_over=take_over,
+            accept_divergence=accept_divergence,
+        )
 
 
 @app.command()

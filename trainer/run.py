@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from ..statemachine.state import RunState, fold
 from .checkpoints import Checkpoints
 from .config import Config, load_config
 from .driver import Driver
-from .ending import RAY, Ending
+from .ending import CHECKPOINT, RAY, Ending
 from .journal import PARTING_SECONDS, Journal, Listener
 from .outcome import Outcome, outcome_of
 from .parts import unheard
@@ -197,9 +198,9 @@ class Run(Watched):
         from .metrics import MetricsWriter
 
         session = await stack.enter_async_context(ray_session(self.prepared.config, ending=ending))
-        log, head = await _claimed(threads, ending, self.place, self.prepared, take_over, accept_divergence)
+        taken = await _taken(threads, ending, self.place, self.prepared, take_over, accept_divergence)
+        log, head, rows = taken.log, taken.head, taken.rows
         stack.push_async_callback(_give_back, threads, ending, log, head)
-        rows = await threads.log(lambda: list(chained(log.read(self.name))))
         began = rows[-1].event()
         if isinstance(began, IncarnationBegan) and "reward" in began.digest_changes:
             waiting("warning: the code of the reward is another than this run began with; that is recorded")
@@ -211,6 +212,9 @@ class Run(Watched):
         parts = assemble(self.place, self.prepared, self._journal, session, ending, threads.files, waiting)
         self._driver = Driver(parts, self.prepared.budget)
         self._task = asyncio.ensure_future(self._driver.run())
+        if taken.cancelled is not None:  # too late not to begin: it is stopped in order, and its log says so
+            await self._stop_for(taken.cancelled)
+            raise taken.cancelled
 
     @property
     def driven(self) -> bool:
@@ -348,26 +352,55 @@ def _refuse_leftovers(place: Place, config: Config) -> None:
         )
 
 
-async def _claimed(threads: Threads, ending: Ending, *arguments: Any) -> tuple[EventLog, RunHead]:
-    """`_claim` on the log's thread, which goes on if this is cancelled: what it took is let go of then."""
+@dataclass(frozen=True)
+class _Taken:
+    """A run that is this process's, and what is in its log."""
+
+    log: EventLog
+    head: RunHead
+    rows: list[EventRow]
+    cancelled: asyncio.CancelledError | None  # while it was being taken
+
+
+async def _taken(threads: Threads, ending: Ending, *arguments: Any) -> _Taken:
+    """`_claim` and a first read, on the log's thread, which goes on if this is cancelled: so the caller goes
+    on as well, to tell the log. Only of a thread that hangs is what it took let go of, whenever it has."""
     claimed: list[tuple[EventLog, RunHead]] = []
 
-    def claim() -> None:
-        claimed.append(_claim(*arguments))
+    def take() -> list[EventRow]:
+        log, head = _claim(*arguments)
+        claimed.append((log, head))
+        try:
+            return list(chained(log.read(head.run_id)))
+        except BaseException:
+            let_go()
+            raise
 
-    def unclaim() -> None:  # on the same thread, and so after it
-        for log, head in claimed:
+    def let_go() -> None:
+        while claimed:
+            log, head = claimed.pop()
             log.hurry(PARTING_SECONDS)
             _let_go_of(log, head)
 
-    claiming = asyncio.ensure_future(threads.log(claim))
+    taking = asyncio.ensure_future(threads.log(take))
+    cancelled: asyncio.CancelledError | None = None
     try:
-        await asyncio.shield(claiming)
-    except asyncio.CancelledError:
+        await asyncio.shield(taking)
+    except asyncio.CancelledError as error:
         ending.ask()
-        await ending.wait(asyncio.ensure_future(threads.log(unclaim)), by=RAY)
-        raise
-    return claimed[0]
+        letting_go: asyncio.Future[None] | None = None
+        try:
+            if await ending.wait(taking, by=CHECKPOINT) and taking.exception() is None:
+                cancelled = error
+        finally:
+            if cancelled is None:  # on the same thread, and so after it
+                letting_go = asyncio.ensure_future(threads.log(let_go))
+        if letting_go is not None:
+            await ending.wait(letting_go, by=RAY)
+            raise
+    rows = taking.result()
+    ((log, head),) = claimed
+    return _Taken(log, head, rows, cancelled)
 
 
 async def _give_back(threads: Threads, ending: Ending, log: EventLog, head: RunHead) -> None:

@@ -29,8 +29,9 @@ from .ending import MOMENT_SECONDS, PROCESS
 from .outcome import Outcome
 from .places import Place
 from .raysession import kill_started
+from .signals import SIGNALS, AtSignal
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STARTING = Outcome(Phase.PREEMPTED, 0, 0, 0, "was asked to stop while it started: run it again")
 EXIT_SECONDS = 3.0  # that Python, torch and Ray may take to end with the process
 CURVE_SECONDS = 5.0  # that the curve may take on a busy machine; the next start draws one as well
 
@@ -40,23 +41,26 @@ def drive(config: Config, place: Place, *, take_over: bool, accept_divergence: b
     driven: list[EventRow] = []
     curve: str | None = None
     last = _LastResort(place.run, PROCESS * config.preempt.grace_seconds)
-    try:
-        outcome = asyncio.run(_drive(config, place, take_over, accept_divergence, driven, last))
-        last.outcome = outcome
-        if driven and not outcome.unwritten and last.left() >= CURVE_SECONDS:
-            curve = _curve(place)
-    except BaseException:
-        last.disarm()
-        if driven:  # a run that failed has a curve as well, as far as it came
-            curve = _curve(place)
-        raise
-    if not driven and place.curve.is_file():
-        curve = str(place.curve)
-    with suppress(BrokenPipeError):  # how the run ended stands, whoever hears of it
-        print(f"run {place.run} {outcome.message}")
-        if curve is not None:
-            print(f"learning curve: {curve}")
-    last.end_if_left_behind()
+    with AtSignal(STARTING.exit_code, f"run {place.run} {STARTING.message}") as at_signal:
+        try:
+            outcome = asyncio.run(_drive(config, place, take_over, accept_divergence, driven, last))
+            last.outcome = outcome
+            at_signal.code, at_signal.said = outcome.exit_code, f"run {place.run} {outcome.message}"
+            if driven and not outcome.unwritten and last.left() >= CURVE_SECONDS:
+                curve = _curve(place)
+        except BaseException as error:
+            last.disarm()
+            at_signal.code, at_signal.said = 1, str(error)
+            if driven:  # a run that failed has a curve as well, as far as it came
+                curve = _curve(place)
+            raise
+        if not driven and place.curve.is_file():
+            curve = str(place.curve)
+        with suppress(BrokenPipeError):  # how the run ended stands, whoever hears of it
+            print(f"run {place.run} {outcome.message}")
+            if curve is not None:
+                print(f"learning curve: {curve}")
+        last.end_if_left_behind()
     return outcome.exit_code
 
 
@@ -106,7 +110,7 @@ async def _drive(
                 raise
             if driving:  # the signal came as the start ended: leaving has stopped the run in order
                 return await driving[0].outcome()
-            return Outcome(Phase.PREEMPTED, 0, 0, 0, "was asked to stop before it had begun: run it again")
+            return STARTING
 
 
 class _LastResort:
@@ -170,6 +174,7 @@ def _look_at(task: asyncio.Task[Outcome]) -> None:
 def _asked_to_stop(answer: Callable[[], None] = lambda: None) -> Iterator[asyncio.Event]:
     """An event that the first signal sets; it calls `answer`. A second signal has its default effect."""
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def on_signal(number: signal.Signals) -> None:
         if asked.is_set():
@@ -186,6 +191,7 @@ def _asked_to_stop(answer: Callable[[], None] = lambda: None) -> Iterator[asynci
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
+            signal.signal(number, before[number])
 
 
 def _curve(place: Place) -> str | None:

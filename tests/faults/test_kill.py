@@ -47,6 +47,14 @@ def test_sigterm_leaves_a_checkpoint_no_child_and_code_75_and_a_second_ends_it_a
 ) -> None:
     """Reports 36 and 37."""
     run = RealRun(untouched.config, tmp_path)
+    life = run.stand("log.created:1")  # its driver does not know yet that it has the run
+    below = life.below()
+    os.kill(life.process.pid, signal.SIGTERM)
+    life.go_on()
+    assert life.wait() == 75, run.output()
+    assert gone(below) == []
+    assert [row.type for row in run.rows()][-1] == "RunPreempted"
+
     life = run.stand("log.append.after@UpdateApplied:2")
     below = life.below()
     for process in below:  # as a supervisor does that ends a whole group

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from surefoot.statemachine.errors import ConfigChanged, LogUnavailable, RunClosed, UserMistake
-from surefoot.statemachine.log import RunHead, driver_of, verify_chain
+from surefoot.statemachine.errors import ConfigChanged, LogBroken, LogUnavailable, RunClosed, UserMistake
+from surefoot.statemachine.log import EventRow, RunHead, driver_of, verify_chain
 from surefoot.statemachine.sqllog import SqlLog, open_log
 from surefoot.trainer.ending import Ending
 from surefoot.trainer.outcome import Outcome
 from surefoot.trainer.plan import first_event
-from surefoot.trainer.run import Run, _claimed, _outcome_if_over, train
+from surefoot.trainer.run import Run, _outcome_if_over, _taken, train
 from surefoot.trainer.threads import Threads
 from tests.simulation.fileworld import FileWorld, prepared
 from tests.simulation.world import crash_at, small_config, trained
@@ -194,6 +194,9 @@ class HeldLog:
     def hurry(self, seconds: float) -> None:
         pass
 
+    def read(self, run_id: str) -> list[EventRow]:
+        return []
+
     def release(self, run_id: str, incarnation: int) -> None:
         self.asked.append((run_id, incarnation))
 
@@ -201,10 +204,11 @@ class HeldLog:
         self.asked.append("close")
 
 
-async def test_a_claim_that_nobody_waits_for_any_more_lets_go_of_the_run(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("grace_seconds", "in_time"), [(30.0, True), (0.05, False)])
+async def test_a_claim_that_nobody_waits_for_any_more_is_gone_on_with_to_tell_the_log_or_let_go_of(
+    grace_seconds: float, in_time: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that claims cannot be cancelled: what it has taken is given back."""
+    """The thread that claims cannot be cancelled, and an incarnation that has begun has an end in its log."""
     log, began, goes_on = HeldLog(), asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
@@ -214,13 +218,36 @@ async def test_a_claim_that_nobody_waits_for_any_more_lets_go_of_the_run(
         return log, RunHead("a", 2, "h", 7, None, 0.0, False)
 
     monkeypatch.setattr("surefoot.trainer.run._claim", claim)
-    threads = Threads("test")
-    claiming = asyncio.ensure_future(_claimed(threads, Ending()))
+    threads, ending = Threads("test"), Ending(grace_seconds)
+    taking = asyncio.ensure_future(_taken(threads, ending))
     await began.wait()
-    claiming.cancel()
-    loop.call_soon(goes_on.set)
-    with pytest.raises(asyncio.CancelledError):
-        await claiming
+    taking.cancel()
+    if in_time:
+        loop.call_soon(goes_on.set)
+        taken = await taking
+        assert isinstance(taken.cancelled, asyncio.CancelledError) and ending.asked
+        assert log.asked == [], "the driver is going to tell the log, and lets go then"
+    else:
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        goes_on.set()
+    threads.close()
+    assert log.asked == ([] if in_time else [("a", 7), "close"])
+
+
+async def test_a_taken_log_that_cannot_be_read_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = HeldLog()
+
+    def broken(run_id: str) -> list[EventRow]:
+        raise LogBroken("event 2 is missing", seq=2)
+
+    monkeypatch.setattr(log, "read", broken)
+    monkeypatch.setattr(
+        "surefoot.trainer.run._claim", lambda *_: (log, RunHead("a", 2, "h", 7, None, 0.0, False))
+    )
+    threads = Threads("test")
+    with pytest.raises(LogBroken):
+        await _taken(threads, Ending())
     threads.close()
     assert log.asked == [("a", 7), "close"]
 

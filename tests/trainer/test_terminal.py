@@ -185,7 +185,7 @@ def test_a_signal_while_the_run_is_being_started_is_obeyed_at_once(
 ) -> None:
     monkeypatch.setattr(StandIn, "hangs", True)
     assert driven(place) == 75
-    assert "before it had begun: run it again" in capsys.readouterr().out
+    assert "while it started: run it again" in capsys.readouterr().out
 
 
 def test_a_curve_that_cannot_be_drawn_changes_no_exit_code(
