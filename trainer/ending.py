@@ -16,12 +16,12 @@ from typing import Any
 GRACE_SECONDS = 30.0
 
 # By which share of the grace time, counted from the asking, what is over.
-CHECKPOINT = 0.85  # the last checkpoint: committed or given up
-LOG = 0.87  # the log's own patience with its database
-EVENT = 0.90  # the last event: committed or not
-WORKERS = 0.93  # ending workers and ranks, and every call to Ray
-RAY = 0.96  # leaving Ray; what is left of a local one is killed then
-PROCESS = 0.98  # everything, the process of the command line included
+CHECKPOINT = 0.84  # the last checkpoint: committed or given up
+LOG = 0.85  # the log's own patience with its database
+EVENT = 0.88  # the last event: committed or not
+WORKERS = 0.91  # ending workers and ranks, and every call to Ray
+RAY = 0.94  # leaving Ray; what is left of a local one is killed then
+PROCESS = 0.96  # everything, the process of the command line included
 
 MOMENT_SECONDS = 0.05  # that every wait has, however late it is: what ends at once is not given up
 

@@ -21,11 +21,20 @@ def untouched(untouched_runs: Untouched) -> RealRun:
 
 
 @pytest.fixture(scope="session")
-def resumed_elsewhere(untouched: RealRun, tmp_path_factory: pytest.TempPathFactory) -> RealRun:
-    """The same run killed as its fifth update is committed, and resumed on other ranks, workers and
-    micro-batches."""
-    run = RealRun(untouched.config, tmp_path_factory.mktemp("resumed"))
-    assert run.live(crashpoint="update.committed:5") == -9
+def killed(untouched: RealRun, tmp_path_factory: pytest.TempPathFactory) -> RealRun:
+    """The same run killed twice, all of its processes at once, as its second and its fifth update are
+    committed. It is copied by whoever goes on with it."""
+    run = RealRun(untouched.config, tmp_path_factory.mktemp("killed"))
+    for updates in (2, 3):
+        run.stand(f"log.append.after@UpdateApplied:{updates}").kill()
+    assert run.state().updates == 5
+    return run
+
+
+@pytest.fixture(scope="session")
+def resumed_elsewhere(killed: RealRun, tmp_path_factory: pytest.TempPathFactory) -> RealRun:
+    """The killed run, resumed on other ranks, workers and micro-batches."""
+    run = killed.copied_to(tmp_path_factory.mktemp("resumed") / "runs")
     elastic = ["learner.ranks=2", "learner.micro_batch_tokens=40", "rollout.workers=2"]
     assert run.live(*(word for one in elastic for word in ("--set", one))) == 0, run.output()
     return run

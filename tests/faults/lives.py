@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ class RealRun:
     @property
     def _reached(self) -> Path:
         return self.runs_dir / f"{self.name}.reached"
+
+    def copied_to(self, runs_dir: Path) -> RealRun:
+        """The same run in another folder of runs, which is not there yet, as far as it has come."""
+        shutil.copytree(self.runs_dir, runs_dir)
+        return replace(self, runs_dir=runs_dir)
 
     def start(self, *arguments: str, crashpoint: str | None = None) -> Life:
         """Begin a life: `surefoot train`, in a session of its own."""

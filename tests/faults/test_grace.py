@@ -14,7 +14,7 @@ from ..servers import postgres_server
 from .lives import Life, RealRun, gone
 from .small import make_small
 
-GRACE_SECONDS = 15.0
+GRACE_SECONDS = 10.0
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -55,19 +55,6 @@ def test_a_head_of_ray_that_hangs_keeps_no_run_that_is_asked_to_stop(config: Pat
     assert state.updates in state.checkpoints, "ranks do not need the head to save"
 
 
-def test_a_head_of_ray_that_hangs_while_the_parts_are_built_keeps_no_run_that_is_asked_to_stop(
-    config: Path, tmp_path: Path
-) -> None:
-    run = RealRun(config, tmp_path / "runs")
-    life = run.stand("log.append.after@BudgetResolved:1")
-    for process in head(life):
-        process.suspend()
-    code, seconds, left = ended(life)
-    assert (code, left) == (75, []), run.output()
-    assert seconds <= GRACE_SECONDS
-    assert [row.type for row in run.rows()][-1] == "RunPreempted"
-
-
 def test_a_database_server_that_hangs_keeps_no_run_that_is_asked_to_stop(
     config: Path, tmp_path: Path
 ) -> None:
@@ -82,7 +69,4 @@ def test_a_database_server_that_hangs_keeps_no_run_that_is_asked_to_stop(
         assert "RunPreempted could not be written" in last
         assert "the same command goes on with the run" in last
         assert run.state().incarnation == 1 and not run.state().ended
-        again = run.stand("log.append.after@WorkersReady:1")
-        code, _, left = ended(again)
-        assert (code, left) == (75, []), run.output()
         assert run.audit().ok
