@@ -24,6 +24,7 @@ import contextlib
 from collections.abc import Coroutine
 from typing import Any
 
+from ..rollout.protocols import Published
 from ..statemachine import events as ev
 from ..statemachine.admission import Batch, Blocked, Exhausted, Waiting, next_batch, stale_after_publication
 from ..statemachine.crashpoints import crashpoint
@@ -76,6 +77,9 @@ class Driver:
         self._stop = asyncio.Event()
         self._stop_because = ""
         self._learner_holds = -1  # the update whose weights the learner has; -1: none, or in doubt
+        self._no_redo = asyncio.Event()  # set while the learner is not executing an update again
+        self._no_redo.set()
+        self._pool_serves = False  # it lives on when the learner is lost, and is loaded once
         self._pool_starting: asyncio.Task[None] | None = None  # once for all learner tries
         self._tries = 0  # learner tries since the last update
 
@@ -190,6 +194,7 @@ class Driver:
 
     async def _learner_lost(self, error: LearnerGone) -> None:
         self._learner_holds = -1
+        self._no_redo.set()
         await self._parts.learner.close()
         with contextlib.suppress(LearnerGone):
             await self._keeper.settle()  # files that were written count; what deletes old ones ends
@@ -219,14 +224,12 @@ class Driver:
                 "learner ranks folded the log to another state than the driver", update=state.updates
             )
         crashpoint("workers.started")
-        loading = (
-            self._publisher.served is None
-        )  # the pool lives on when the learner is lost; it is loaded once
-        served = await redo(parts, self._keeper, ready, self._publisher.served)
-        self._learner_holds = state.updates
+        loading = not self._pool_serves
+        served = await redo(parts, self._keeper, ready, self._publisher.served, self._redone)
+        self._redone(state.updates, served)
         if loading:
             await parts.pool.publish(served)
-        self._publisher.served = served
+            self._pool_serves = True
         await self._journal.append(
             ev.WorkersReady(
                 learner_try=state.learner_try,
@@ -241,6 +244,16 @@ class Driver:
         self._feeder.kick()
         if loading:
             self._publisher.evaluate_soon()
+
+    def _redone(self, update: int, served: Published | None) -> None:
+        """What recovery says that the learner holds: in this order, for a checkpoint keeps both."""
+        if served is not None:
+            self._publisher.served = served
+        self._learner_holds = update
+        if update < 0:
+            self._no_redo.clear()
+        else:
+            self._no_redo.set()
 
     async def _learn(self) -> None:
         state = self._journal.state
@@ -393,6 +406,8 @@ class Driver:
         for_checkpoint = max(2.0 * self._keeper.seconds_last, 0.25 * ending.grace_seconds)
         if state.phase is Phase.UPDATE:
             await self._wait_for_update(main, ending.left(CHECKPOINT) - for_checkpoint)
+        elif not self._no_redo.is_set():
+            await self._wait_for_redo(main, ending.left(CHECKPOINT) - for_checkpoint)
         publishing = asyncio.ensure_future(self._publisher.close())
         await ending.cancel(main, by=CHECKPOINT)
         await ending.wait(publishing, by=CHECKPOINT)
@@ -419,6 +434,12 @@ class Driver:
             )
             await cancel(changed)
 
+    async def _wait_for_redo(self, main: asyncio.Task[None], seconds: float) -> None:
+        """Until the update that is executed again is: a learner in the middle of one cannot be saved."""
+        between = asyncio.ensure_future(self._no_redo.wait())
+        await asyncio.wait({main, between}, timeout=max(0.0, seconds), return_when=asyncio.FIRST_COMPLETED)
+        await cancel(between)
+
     async def _last_checkpoint(self) -> None:
         saving = asyncio.ensure_future(self._checkpoint())
         try:
@@ -434,10 +455,10 @@ class Driver:
             self._stop_because += f"; no checkpoint of update {update} ({type(error).__name__})"
 
     async def _checkpoint(self) -> None:
-        state = self._journal.state
+        state, held = self._journal.state, self._learner_holds
         await self._keeper.settle()
-        if state.updates > 0 and self._learner_holds == state.updates not in state.checkpoints:
-            await self._keeper.save(state.updates, self._publisher.served)
+        if 0 < held <= state.updates and held not in state.checkpoints:  # fewer: in a redo
+            await self._keeper.save(held, self._publisher.served)
             await self._keeper.settle()
 
     async def _close(self) -> None:
@@ -449,15 +470,17 @@ class Driver:
         )
         await ending.wait(*closing, by=WORKERS, seconds=CLOSE_SECONDS)
         late = [task for task in closing if not task.done()]
-        await ending.cancel(*late, by=WORKERS)  # whoever started Ray ends it, and all that is in it
+        # Whoever started Ray ends it, and all that is in it.
+        await ending.cancel(*closing, by=WORKERS, seconds=CLOSE_SECONDS)
         releasing = asyncio.ensure_future(
             self._journal.release(ending.left(WORKERS) if ending.asked else None)
         )
         if await ending.wait(releasing, by=WORKERS):
             releasing.result()
-        for task in closing:
-            if task not in late and not (ending.asked and isinstance(task.exception(), TimedOut)):
-                task.result()
+        if not ending.asked:  # else the run has stopped, and its log says so, however its parts have ended
+            for task in closing:
+                if task not in late:
+                    task.result()
 
     async def _watch_drains(self) -> None:
         """A machine is going away: its workers get nothing new; for ranks and for us it is a preemption."""

@@ -33,12 +33,23 @@ class Ending:
         self.grace_seconds = grace_seconds  # from the config, once that is read
         self._asked_at: float | None = None  # by the loop's clock
         self._asked = asyncio.Event()
+        self._paused_at: float | None = None
 
     def ask(self) -> None:
         """The run is to stop: its grace time begins now. The first asking counts."""
         if self._asked_at is None:
             self._asked_at = asyncio.get_running_loop().time()
             self._asked.set()
+
+    def pause(self) -> None:
+        """The run has stopped; what the program does until it leaves the run is not of its grace time."""
+        self._paused_at = asyncio.get_running_loop().time()
+
+    def resume(self) -> None:
+        """The program leaves: what is still to be ended has what was left of the grace time."""
+        if self._asked_at is not None and self._paused_at is not None:
+            self._asked_at += asyncio.get_running_loop().time() - max(self._paused_at, self._asked_at)
+        self._paused_at = None
 
     @property
     def asked(self) -> bool:
@@ -75,9 +86,16 @@ class Ending:
         finally:
             asked.cancel()
 
-    async def cancel(self, *tasks: asyncio.Task[Any] | None, by: float) -> bool:
-        """Cancel what is still running and wait for it as `wait` does. Whether all of it has ended."""
-        live = [task for task in tasks if task is not None and not task.done()]
-        for task in live:
-            task.cancel()
-        return await self.wait(*live, by=by)
+    async def cancel(self, *tasks: asyncio.Task[Any] | None, by: float, seconds: float = math.inf) -> bool:
+        """Cancel what is still running and wait for it as `wait` does. Whether all of it has ended; what it
+        raised, then or before, is looked at by whoever asks, and is not printed as unseen."""
+        there = [task for task in tasks if task is not None]
+        for task in there:
+            task.add_done_callback(_look_at)
+            task.cancel()  # of no effect on one that is done
+        return await self.wait(*there, by=by, seconds=seconds)
+
+
+def _look_at(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()

@@ -154,8 +154,8 @@ class Journal:
     async def every_record(self) -> dict[int, UpdateRecord]:
         """The records of all updates, those too that the state has let go of; read from the log again."""
         async with self._lock:
-            rows = self.log.read(self.run_id)
-            return (await self._blocking(fold, rows, RunState(every_record=True))).records
+            read = lambda: fold(self.log.read(self.run_id), RunState(every_record=True))  # noqa: E731
+            return (await self._blocking(read)).records
 
     async def read_all(self) -> list[EventRow]:
         """Every committed row; the tail starts again after it."""

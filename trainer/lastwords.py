@@ -27,7 +27,9 @@ class LastWords:
         if not await self._ending.wait(telling, by=EVENT):
             telling.cancel()
             raise LogUnavailable("the database of the log did not answer")
-        telling.result()
+        error = None if telling.cancelled() else telling.exception()
+        if error is not None and not self._journal.state.ended:  # else a listener's: the end is committed
+            raise error
 
     async def failed(self, error: BaseException) -> None:
         """Record the failure, if the log takes it; a fenced or broken log is left as it is."""

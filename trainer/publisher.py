@@ -26,7 +26,7 @@ class Publisher:
     def __init__(self, parts: Parts, kick: Callable[[], None]) -> None:
         self._parts = parts
         self._kick = kick
-        self.served: Published | None = None  # the last publication; none before the workers are ready
+        self.served: Published | None = None  # the last publication; none before recovery has it
         self._serving: asyncio.Task[None] | None = None  # sending and evaluating it
         self._gathering: asyncio.Task[Published] | None = None
 

@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import psutil
 
@@ -52,7 +52,7 @@ FREE_WAIT_SECONDS = 10.0  # for what a run before this one is about to give back
 CONNECT_SECONDS = 10.0  # for the head of a cluster that is to be joined
 CALL_SECONDS = 120.0  # for one call that may block; weights of many gigabytes take a while
 LEAVE_SECONDS = 20.0  # for Ray's own shutdown
-GIVE_UP_SECONDS = 10.0  # for a start of Ray that nobody wants any more to end
+GIVE_UP_SECONDS = 10.0  # for what nobody waits for any more to end: a start of Ray, a thread that hung
 
 
 class RaySession:
@@ -250,6 +250,7 @@ class _Host:
     """
 
     current: _Host | None = None
+    given_up: ClassVar[list[threading.Thread]] = []  # may be about to end the Ray that they had
     lock = threading.Lock()
 
     def __init__(self) -> None:
@@ -264,7 +265,8 @@ class _Host:
         self._folder: Folder | None = None
         self._put_back = contextlib.ExitStack()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="surefoot-ray", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="surefoot-ray", daemon=True)
+        self._thread.start()
 
     @classmethod
     def enlist(cls) -> _Host:
@@ -312,6 +314,7 @@ class _Host:
             if self.users > self.leaving:
                 return
             self._abandoned = True
+            _Host.given_up.append(self._thread)
             if _Host.current is self:
                 _Host.current = None
         self._jobs.put(None)
@@ -335,6 +338,9 @@ class _Host:
             import ray
         if not imported_before:
             sys.excepthook = excepthook  # Ray puts its own there, and Ray is a guest here
+        for thread in _Host.given_up:  # else the Ray that is up now might be gone the moment after
+            thread.join(GIVE_UP_SECONDS)
+        _Host.given_up[:] = [thread for thread in _Host.given_up if thread.is_alive()]
         if not ray.is_initialized():
             self._put_back.enter_context(quiet())
             self._put_back.enter_context(silent())

@@ -7,7 +7,8 @@ and what is returned are the weights of the last publication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 
 from ..rollout.protocols import Group, Published, StoredFile
 from ..statemachine.crashpoints import crashpoint
@@ -43,8 +44,18 @@ async def read_groups(parts: Parts, places: Sequence[tuple[str, StoredGroup]]) -
     return await parts.blocking(read)
 
 
-async def redo(parts: Parts, keeper: Keeper, ready: LearnerReady, served: Published | None) -> Published:
+async def redo(
+    parts: Parts,
+    keeper: Keeper,
+    ready: LearnerReady,
+    served: Published | None,
+    holds: Callable[[int, Published | None], None],
+) -> Published:
     """Bring the learner to the log's head. `served`: the last publication, where it is still in memory.
+
+    `holds` is told which update's weights the learner holds (-1: in doubt), and the last publication as far
+    as it is known. Once the run was asked to stop no further update is begun: whoever asked takes a
+    checkpoint of what is held, and cancels.
 
     Raises Diverged, RunFailedError (a needed group file is gone), LearnerGone.
     """
@@ -55,6 +66,7 @@ async def redo(parts: Parts, keeper: Keeper, ready: LearnerReady, served: Publis
     if served is None and version == 0:
         served = parts.initial_weights()
     base, served = await _load(parts, served)
+    holds(base, served)
     deviation = Deviation()
     first, last = base + 1, state.updates
     records = state.records
@@ -74,12 +86,16 @@ async def redo(parts: Parts, keeper: Keeper, ready: LearnerReady, served: Publis
     for update in range(first, last + 1):
         record = records[update]
         batch = await _read_for_redo(parts, update, record.places)
+        if parts.ending.asked:
+            await asyncio.Event().wait()
+        holds(-1, served)
         result = await parts.learner.update(update, batch, journal.take_tail())
         _compare(record, result, ready, deviation, state.accept_divergence)
         parts.waiting(f"redoing updates {first} to {last}: {update} is done")
         crashpoint("redo.update")
         if update == published_update and served is None:
             served = await parts.learner.gather(version)
+        holds(update, served)
         if keeper.is_due(update):
             await keeper.save(update, served)
     await keeper.settle()
@@ -128,7 +144,14 @@ async def _load(parts: Parts, served: Published | None) -> tuple[int, Published 
         parts.waiting(f"loading the checkpoint of update {checkpoint.update}")
         try:
             await parts.learner.load(checkpoint)
-            return checkpoint.update, await _served_at(parts, checkpoint, served)
+            known = await _served_at(parts, checkpoint, served)
+            if known is None and state.published_update < checkpoint.update:
+                raise CheckpointUnusable(
+                    f"checkpoint {checkpoint.path} lacks the weights of policy version "
+                    f"{state.policy_version}, which are older than its own",
+                    path=checkpoint.path,
+                )
+            return checkpoint.update, known
         except CheckpointUnusable as error:
             await journal.append(
                 CheckpointLost(update=checkpoint.update, path=checkpoint.path, because=str(error))

@@ -153,26 +153,34 @@ class Run(Watched):
             threads = Threads("surefoot")
             ending = Ending()
             stack.push_async_callback(threads.end, ending)
-            waiting("checking config and data")
-            prepared = await threads.files(_prepare, ending, config, sets, rows, reward)
-            place = await threads.files(_place, config, name, Path(runs_dir), db, new)
-            run = cls(place, prepared, ending)
-            stack.push_async_callback(run._threads.end, ending)
-            run._closed_outcome = await threads.files(_outcome_if_over, place, prepared, take_over)
-            if run._closed_outcome is None:
-                try:
-                    await run._begin(stack, threads, take_over, accept_divergence, listeners, waiting)
-                except RunClosed:  # its driver has just brought it to its end
-                    run._closed_outcome = await threads.files(_outcome_if_over, place, prepared, take_over)
+            try:
+                waiting("checking config and data")
+                prepared = await threads.files(_prepare, ending, config, sets, rows, reward)
+                place = await threads.files(_place, config, name, Path(runs_dir), db, new)
+                run = cls(place, prepared, ending)
+                stack.push_async_callback(run._threads.end, ending)
+                run._closed_outcome = await threads.files(_outcome_if_over, place, prepared, take_over)
+                if run._closed_outcome is None:
+                    try:
+                        await run._begin(stack, threads, take_over, accept_divergence, listeners, waiting)
+                    except RunClosed:  # its driver has just brought it to its end
+                        again = threads.files(_outcome_if_over, place, prepared, take_over)
+                        run._closed_outcome = await again
+            except asyncio.CancelledError:
+                ending.ask()
+                raise
             if run._closed_outcome is not None:
                 yield run
                 return
             assert run._task is not None
+            run._task.add_done_callback(lambda _: ending.pause())
             try:
                 yield run
             except BaseException as error:
                 await run._stop_for(error)
                 raise
+            finally:
+                ending.resume()
             await run.outcome()
 
     @classmethod

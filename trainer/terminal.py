@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 
-from ..statemachine.errors import SurefootError
+from ..statemachine.errors import SurefootError, described
 from ..statemachine.events import Event
 from ..statemachine.log import EventRow
 from ..statemachine.phases import Phase
@@ -41,18 +42,15 @@ def drive(config: Config, place: Place, *, take_over: bool, accept_divergence: b
     driven: list[EventRow] = []
     curve: str | None = None
     last = _LastResort(place.run, PROCESS * config.preempt.grace_seconds)
-    with AtSignal(STARTING.exit_code, f"run {place.run} {STARTING.message}") as at_signal:
+    with last.at_signal:
         try:
             outcome = asyncio.run(_drive(config, place, take_over, accept_divergence, driven, last))
-            last.outcome = outcome
-            at_signal.code, at_signal.said = outcome.exit_code, f"run {place.run} {outcome.message}"
             if driven and not outcome.unwritten and last.left() >= CURVE_SECONDS:
                 curve = _curve(place)
-        except BaseException as error:
-            last.disarm()
-            at_signal.code, at_signal.said = 1, str(error)
-            if driven:  # a run that failed has a curve as well, as far as it came
+        except BaseException:
+            if driven and last.left() >= CURVE_SECONDS:  # one that failed has a curve too, as far as it came
                 curve = _curve(place)
+            last.disarm_unless_left_behind()
             raise
         if not driven and place.curve.is_file():
             curve = str(place.curve)
@@ -79,7 +77,6 @@ async def _drive(
     words = f"asked to stop: ending within {config.preempt.grace_seconds:g} s; ask again to end at once"
 
     def answer() -> None:
-        last.arm()
         display.waiting(words)
         if driving:
             stopping.append(asyncio.ensure_future(driving[0].preempt("the process was asked to stop")))
@@ -91,7 +88,7 @@ async def _drive(
         if not driven:
             driven.append(row)
 
-    with Display(place.run) as display, _asked_to_stop(answer) as asked:
+    with Display(place.run) as display, _asked_to_stop(answer, last.arm) as asked:
         try:
             async with Run.start(
                 config,
@@ -104,13 +101,16 @@ async def _drive(
                 waiting=display.waiting,
             ) as run:
                 driving.append(run)
-                return await run.outcome()
+                return last.told(await run.outcome())
         except asyncio.CancelledError:
             if not asked.is_set():
                 raise
             if driving:  # the signal came as the start ended: leaving has stopped the run in order
-                return await driving[0].outcome()
-            return STARTING
+                return last.told(await driving[0].outcome())
+            return last.told(STARTING)
+        except BaseException as error:
+            last.told(Outcome(Phase.FAILED, 0, 0, 0, f"failed: {described(error)}"))
+            raise
 
 
 class _LastResort:
@@ -118,10 +118,17 @@ class _LastResort:
 
     def __init__(self, run: str, seconds: float) -> None:
         self.outcome: Outcome | None = None  # once it is known
+        self.at_signal = AtSignal(STARTING.exit_code, f"run {run} {STARTING.message}")
         self._run, self._seconds = run, seconds
         self._timer: threading.Timer | None = None
         self._ends_at: float | None = None  # by the monotonic clock
         self._before = set(threading.enumerate())
+
+    def told(self, outcome: Outcome) -> Outcome:
+        """How it has ended: whatever comes now changes nothing about that."""
+        self.outcome = outcome
+        self.at_signal.code, self.at_signal.said = outcome.exit_code, f"run {self._run} {outcome.message}"
+        return outcome
 
     def left(self) -> float:
         """Seconds that the process still has; infinite if it was not asked to stop."""
@@ -133,9 +140,17 @@ class _LastResort:
         self._timer.daemon = True
         self._timer.start()
 
-    def disarm(self) -> None:
-        if self._timer is not None:
+    def disarm_unless_left_behind(self) -> None:
+        """For a run that failed, whose error is still to be said: the process ends by itself, unless a thread
+        of the run's hangs, which Python would wait for."""
+        if self._timer is not None and not self._left_behind():
             self._timer.cancel()
+
+    def _left_behind(self) -> bool:
+        own = [t for t in set(threading.enumerate()) - self._before if t.name.startswith("surefoot")]
+        for thread in own:
+            thread.join(MOMENT_SECONDS)
+        return any(thread.is_alive() for thread in own)
 
     def _give_up(self) -> None:
         if self.outcome is None:
@@ -148,14 +163,12 @@ class _LastResort:
     def end_if_left_behind(self) -> None:
         """Let the process end as any does, unless a thread of the run's hangs, which would be waited for, or
         there is no time for it."""
-        if self._timer is not None:
-            own = [t for t in set(threading.enumerate()) - self._before if t.name.startswith("surefoot")]
-            for thread in own:
-                thread.join(MOMENT_SECONDS)
-            late = self.left() < EXIT_SECONDS or any(thread.is_alive() for thread in own)
-            if late and self.outcome is not None:
-                self._end(self.outcome)
-        self.disarm()
+        if self._timer is None:
+            return
+        late = self._left_behind() or self.left() < EXIT_SECONDS
+        if late and self.outcome is not None:
+            self._end(self.outcome)
+        self._timer.cancel()
 
     def _end(self, outcome: Outcome) -> None:
         kill_started()
@@ -171,27 +184,32 @@ def _look_at(task: asyncio.Task[Outcome]) -> None:
 
 
 @contextmanager
-def _asked_to_stop(answer: Callable[[], None] = lambda: None) -> Iterator[asyncio.Event]:
-    """An event that the first signal sets; it calls `answer`. A second signal has its default effect."""
-    loop, asked = asyncio.get_running_loop(), asyncio.Event()
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+def _asked_to_stop(
+    answer: Callable[[], None] = lambda: None, at_once: Callable[[], None] = lambda: None
+) -> Iterator[asyncio.Event]:
+    """An event that the first signal sets; the loop calls `answer` then, and the handler itself `at_once`,
+    though the loop hangs. A second signal has its default effect."""
+    loop, asked, heard = asyncio.get_running_loop(), asyncio.Event(), list[int]()
 
-    def on_signal(number: signal.Signals) -> None:
-        if asked.is_set():
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if heard:
             kill_started()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        heard.append(number)
+        at_once()
+        loop.call_soon_threadsafe(orderly)
+
+    def orderly() -> None:
         asked.set()
         answer()
 
-    for number in SIGNALS:
-        loop.add_signal_handler(number, on_signal, number)
+    before = {number: signal.signal(number, on_signal) for number in SIGNALS}
     try:
         yield asked
     finally:
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)
-            signal.signal(number, before[number])
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _curve(place: Place) -> str | None:
