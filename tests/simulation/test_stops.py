@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
+from surefoot.rollout.protocols import Published
 from surefoot.statemachine.errors import FencedOut
 from surefoot.statemachine.log import EventRow
 from surefoot.statemachine.phases import Phase
 from surefoot.statemachine.state import fold
 
 from .virtual import run_virtually
-from .world import World, crash_at, small_config, trained
+from .world import World, crash_at, ledger, small_config, trained
 
 
 @pytest.mark.parametrize("updates_before", [0, 1, 4])
@@ -65,13 +66,84 @@ def test_sigterm_in_the_middle_of_update_5_of_7_is_obeyed_within_the_grace_time(
     code, took_seconds = run_virtually(life())
     world.on_commit = None
     assert code == 75 and took_seconds <= grace_seconds
-    assert world.hurried_seconds is not None and 0.0 < world.hurried_seconds <= grace_seconds
+    asked_with, *_ = world.hurried_seconds
+    assert 0.8 * grace_seconds < asked_with <= 0.9 * grace_seconds, "told at once, and not only at the end"
     state = world.state()
     assert (state.phase, state.updates) == (Phase.PREEMPTED, updates)
     assert (5 in state.checkpoints) is (updates == 5), "a checkpoint where time allows"
     assert not world.learner._alive
     assert world.run().exit_code == 0
     assert world.state().optimizer_steps == 7 and trained(world) == list(range(14))
+
+
+def test_a_signal_while_workers_are_handed_the_weights_at_a_resume_keeps_those_weights() -> None:
+    """The checkpoint is newer than the last publication: without them no later life could serve it."""
+    world = World(small_config(checkpoint={"every_updates": 3}), data_len=16)
+    crash_at(world, "update.committed", 4)
+    assert world.state().published_update == 3
+
+    async def life() -> int:
+        driver, publish = world.new_driver(), world.pool.publish
+
+        async def slow(served: Published) -> None:
+            driver.preempt("SIGTERM")
+            await asyncio.sleep(1.0)
+            await publish(served)
+
+        world.pool.publish = slow  # type: ignore[method-assign]
+        return (await driver.run()).exit_code
+
+    assert run_virtually(life()) == 75
+    assert 4 in world.state().checkpoints
+    assert world.run().exit_code == 0
+    assert world.events("CheckpointLost") == []
+    assert trained(world) == list(range(16))
+
+
+def test_a_checkpoint_without_the_weights_that_are_served_is_lost_and_an_older_one_is_used() -> None:
+    world = World(small_config(checkpoint={"every_updates": 3, "keep": 2}), data_len=16)
+    crash_at(world, "update.committed", 4)
+
+    async def life() -> int:
+        driver, save = world.new_driver(), world.learner.save
+
+        async def forgetful(path: str, head_seq: int, head_hash: str, served: Published | None) -> None:
+            await save(path, head_seq, head_hash, None)
+
+        world.learner.save = forgetful  # type: ignore[method-assign]
+        world.on_commit = lambda rows: driver.preempt("SIGTERM") if world.state().updates == 4 else None
+        return (await driver.run()).exit_code
+
+    assert run_virtually(life()) == 75
+    world.on_commit = None
+    newest = world.state().latest_checkpoint()
+    assert newest is not None and newest.update == 4
+    assert world.run().exit_code == 0
+    (lost,) = world.events("CheckpointLost")
+    assert lost.update == 4 and "lacks the weights of policy version 3" in lost.because
+    assert world.events("UpdatesRedone")[-1].checkpoint_update == 3
+    assert trained(world) == list(range(16))
+
+
+def test_a_run_that_is_stopped_in_each_of_its_redos_gets_on() -> None:
+    """An update takes a second, and no life is long enough for the whole redo."""
+    sections = {"checkpoint": {"every_updates": 100}, "sync": {"max_staleness": 0}}
+    world, untouched = (World(small_config(**sections), data_len=40) for _ in range(2))
+    untouched.run()
+    crash_at(world, "update.committed", 12)
+
+    async def life(seconds: float) -> int:
+        driver = world.new_driver()
+        asyncio.get_running_loop().call_later(seconds, driver.preempt, "SIGTERM")
+        return (await driver.run()).exit_code
+
+    held = [0]
+    while not world.state().closed:
+        assert run_virtually(life(4.5)) in (0, 75)
+        held.append(max(world.state().checkpoints, default=0))
+        assert held[-1] > held[-2], "each life commits what it has done"
+        assert not world.learner._alive
+    assert ledger(world) == ledger(untouched)
 
 
 def test_an_update_longer_than_the_grace_time_is_given_up_unrecorded() -> None:

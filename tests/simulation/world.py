@@ -96,7 +96,7 @@ class LogInReach:
         self._world.heartbeats_at.append(asyncio.get_running_loop().time())
 
     def hurry(self, seconds: float) -> None:
-        self._world.hurried_seconds = seconds
+        self._world.hurried_seconds.append(seconds)
 
     def release(self, run_id: str, incarnation: int) -> None:
         touch()
@@ -137,7 +137,9 @@ class World:
         self.lives = 0
         self.waited_for: list[str] = []  # in words, of every life
         self.heartbeats_at: list[float] = []  # by the loop's clock, which begins anew with every life
-        self.hurried_seconds: float | None = None  # how long the log may still wait for its database
+        self.hurried_seconds: list[
+            float
+        ] = []  # how long the log may still wait for its database, as it is told
 
     # -- what stand-ins ask ---------------------------------------------------------------------------
 
