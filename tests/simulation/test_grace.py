@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -207,3 +208,75 @@ def test_a_wait_that_nobody_asked_to_end_has_the_bound_it_was_given_and_no_other
         assert loop.time() == pytest.approx(300.0)
 
     run_virtually(life())
+
+
+def fails_to_close(world: World) -> None:
+    async def close() -> None:
+        raise RuntimeError("an actor did not end as it should")
+
+    world.pool.close = close  # type: ignore[method-assign]
+
+
+def listener_fails(world: World) -> None:
+    def full(row: EventRow, event: object, state: object) -> None:
+        if row.type == "RunPreempted":
+            raise OSError(28, "No space left on device")
+
+    world.driver._journal.listeners.append(full)
+
+
+@pytest.mark.parametrize("spoil", [fails_to_close, listener_fails])
+def test_what_goes_wrong_once_the_log_says_that_the_run_was_preempted_changes_no_outcome(
+    spoil: Callable[[World], None],
+) -> None:
+    world = small_world()
+    outcome = stopped(world, spoil, 4)
+    assert isinstance(outcome, Outcome) and outcome.exit_code == 75
+    assert world.rows()[-1].type == "RunPreempted"
+
+
+def test_parts_that_do_not_even_end_when_they_are_cancelled_keep_no_run_for_ever() -> None:
+    """Nobody has asked it to stop."""
+    world = small_world()
+    Hanging.over, Hanging.asked_at = False, None
+
+    async def life() -> tuple[int, float]:
+        driver = world.new_driver()
+        closing(world)
+        outcome = await driver.run()
+        Hanging.over = True
+        return outcome.exit_code, asyncio.get_running_loop().time()
+
+    code, seconds = run_virtually(life())
+    assert code == 0 and seconds < 100.0
+    assert world.log.head(world.run_id).released
+
+
+def test_what_a_program_does_before_it_leaves_a_run_that_has_stopped_is_not_of_the_grace_time() -> None:
+    async def life() -> None:
+        ending = Ending(GRACE_SECONDS)
+        ending.ask()
+        await asyncio.sleep(3.0)
+        ending.pause()
+        await asyncio.sleep(1_000.0)
+        ending.resume()
+        assert ending.left(RAY) == pytest.approx(RAY * GRACE_SECONDS - 3.0)
+        await asyncio.sleep(1_000.0)
+        assert ending.left(RAY) == 0.0
+
+    run_virtually(life())
+
+
+def test_an_error_of_what_is_cancelled_is_not_printed_as_unseen(caplog: pytest.LogCaptureFixture) -> None:
+    async def life() -> None:
+        async def fails() -> None:
+            raise TimedOut("Ray did not answer put", waited_for="put", seconds=1.0)
+
+        task = asyncio.ensure_future(fails())
+        await asyncio.sleep(0.1)
+        assert await Ending().cancel(task, None, by=RAY)
+        del task
+        gc.collect()
+
+    run_virtually(life())
+    assert caplog.messages == []

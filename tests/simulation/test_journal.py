@@ -18,7 +18,7 @@ from surefoot.statemachine.state import RunState, fold
 from surefoot.trainer.journal import Journal
 
 from .virtual import run_virtually
-from .world import World, ledger, small_config
+from .world import World, crash_at, ledger, small_config
 
 SECTIONS: dict[str, Any] = {
     "checkpoint": {"every_updates": 1, "keep": 2},
@@ -131,3 +131,30 @@ def test_the_state_is_what_is_committed_while_an_append_is_under_way() -> None:
 
     run_virtually(life())
     assert asked == [0, 1]
+
+
+def test_no_question_to_the_log_is_asked_on_the_event_loop() -> None:
+    """A database that is away would hold it up."""
+    world, inside = World(data_len=16), [False]
+    crash_at(world, "update.committed", 3)
+
+    async def life() -> None:
+        journal = world.new_driver()._journal
+        read = journal.log.read
+
+        async def blocking(function: Callable[..., Any], *arguments: Any) -> Any:
+            inside[0] = True
+            try:
+                return function(*arguments)
+            finally:
+                inside[0] = False
+
+        def asked(*arguments: Any) -> Any:
+            assert inside[0]
+            return read(*arguments)
+
+        journal._blocking, journal.log.read = blocking, asked  # type: ignore[method-assign]
+        assert list(await journal.every_record()) == [1, 2, 3]
+        assert len(await journal.read_all()) == journal.state.seq
+
+    run_virtually(life())

@@ -278,3 +278,27 @@ def test_a_driver_whose_append_failed_lets_go_of_the_run(
 async def test_train_inside_an_event_loop_is_refused_with_what_to_use_there() -> None:
     with pytest.raises(UserMistake, match=r"async with Run\.start"):
         train({})
+
+
+async def test_a_start_that_is_cancelled_before_it_asks_for_ray_waits_for_nothing_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, began, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
+
+    def prepare(ending: Ending, *_: object) -> None:
+        ending.grace_seconds = 0.2
+        loop.call_soon_threadsafe(began.set)
+        hangs.wait()
+
+    monkeypatch.setattr("surefoot.trainer.run._prepare", prepare)
+
+    async def start() -> None:
+        async with Run.start({}, name="a", runs_dir=tmp_path):
+            raise AssertionError("it was not to start")
+
+    starting = asyncio.ensure_future(start())
+    await began.wait()
+    starting.cancel()
+    await asyncio.wait({starting}, timeout=60.0)
+    assert starting.cancelled()
+    hangs.set()

@@ -141,3 +141,23 @@ async def test_a_ray_that_cannot_be_left_is_given_up_within_the_grace_time(
         began = loop.time()
     assert loop.time() - began < 0.6
     assert len(killed) == 1 and raysession._Host.current is None
+
+
+def test_a_ray_that_was_given_up_is_gone_before_another_run_asks_whether_one_is_up(
+    hangs: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread may be about to shut it down: a run that took it for one that was up would lose it."""
+    import ray
+
+    ending, seen = threading.Thread(target=hangs.wait), list[bool]()
+
+    def is_up() -> bool:
+        seen.append(ending.is_alive())
+        return True
+
+    monkeypatch.setattr(ray, "is_initialized", is_up)
+    monkeypatch.setattr(raysession._Host, "given_up", [ending])
+    ending.start()
+    threading.Timer(0.2, hangs.set).start()
+    raysession._Host().enter(None, None)
+    assert seen == [False] and raysession._Host.given_up == []

@@ -260,3 +260,72 @@ def test_what_hangs_does_not_keep_the_process_beyond_the_grace_time(
     )
     assert done.returncode == code, done.stderr
     assert said in done.stderr and ("has ended" in done.stdout) is (code == 0)
+
+
+LATE = """
+import asyncio, contextlib, os, signal, sys, threading, time
+from surefoot.statemachine.errors import RunFailedError
+from surefoot.statemachine.phases import Phase
+from surefoot.trainer import run, terminal
+from surefoot.trainer.config import load_config
+from surefoot.trainer.outcome import Outcome
+from surefoot.trainer.places import Place
+
+def ask(after=0.0):
+    threading.Timer(after, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+class StandIn:
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def start(cls, config, **options):
+        yield cls()
+    async def outcome(self):
+        {does}
+    async def preempt(self, because):
+        return Outcome(Phase.PREEMPTED, 1, 1, 1, "")
+
+async def last():
+    try:
+        await asyncio.Event().wait()
+    finally:  # as the loop is closed
+        os.kill(os.getpid(), signal.SIGTERM)
+
+run.Run = StandIn
+config = load_config({base!r}, ["preempt.grace_seconds=2"])
+try:
+    code = terminal.drive(config, Place("a"), take_over=False, accept_divergence=False)
+except RunFailedError as error:
+    print(error, file=sys.stderr, flush=True)
+    code = 1
+sys.exit(code)
+"""
+COMPLETED = 'return Outcome(Phase.COMPLETED, 1, 1, 1, "has ended")'
+FAILED = 'raise RunFailedError("a prompt failed")'
+LAST = "self.last = asyncio.ensure_future(last()); await asyncio.sleep(0)"
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "said"),
+    [
+        (f"{LAST}; {COMPLETED}", 0, "run a has ended"),
+        (f"{LAST}; {FAILED}", 1, "a prompt failed"),
+        ("ask(); ask(0.5); time.sleep(60)", -signal.SIGTERM, ""),
+        ("ask(); time.sleep(60)", 75, "something in it hangs"),
+        (
+            "ask(); await asyncio.sleep(0.2); "
+            f"threading.Thread(target=time.sleep, args=(60,), name='surefoot-files').start(); {FAILED}",
+            1,
+            "a prompt failed",
+        ),
+    ],
+    ids=["completed", "failed", "a loop that hangs, asked twice", "asked once", "failed, and a thread hangs"],
+)
+def test_a_signal_at_the_end_and_one_that_a_loop_that_hangs_cannot_hear(
+    tmp_path: Path, does: str, code: int, said: str
+) -> None:
+    program = LATE.format(does=does, base=BASE)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
