@@ -267,16 +267,22 @@ def test_what_a_program_does_before_it_leaves_a_run_that_has_stopped_is_not_of_t
     run_virtually(life())
 
 
-def test_an_error_of_what_is_cancelled_is_not_printed_as_unseen(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_what_is_cancelled_is_not_printed_as_unseen() -> None:
+    printed: list[dict[str, Any]] = []
+
     async def life() -> None:
-        async def fails() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, said: printed.append(said))
+
+        async def fails(seconds: float) -> None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(seconds)
             raise TimedOut("Ray did not answer put", waited_for="put", seconds=1.0)
 
-        task = asyncio.ensure_future(fails())
+        tasks = [asyncio.ensure_future(fails(0.0)), asyncio.ensure_future(fails(10.0))]
         await asyncio.sleep(0.1)
-        assert await Ending().cancel(task, None, by=RAY)
-        del task
+        assert await Ending().cancel(*tasks, None, by=RAY)
+        tasks.clear()
         gc.collect()
 
     run_virtually(life())
-    assert caplog.messages == []
+    assert printed == []
