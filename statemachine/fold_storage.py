@@ -23,6 +23,8 @@ def on_redone(state: RunState, event: ev.UpdatesRedone, row: EventRow) -> None:
     """Recorded updates were executed again, before the workers are ready."""
     if state.phase is not Phase.INIT_WORKERS or event.last_update != state.updates:
         refuse(row, "a redo ends at the last recorded update, before the workers are ready")
+    if not event.same_execution:
+        state.redone_elsewhere.append(row.seq)
 
 
 def on_checkpoint(state: RunState, event: ev.CheckpointCommitted, row: EventRow) -> None:

@@ -64,6 +64,7 @@ class RunState:
         self.records: dict[int, UpdateRecord] = {}  # by update; those after the oldest kept checkpoint
         self.checkpoints: dict[int, ev.CheckpointCommitted] = {}  # kept ones, by update
         self.files: dict[str, FileUse] = {}
+        self.redone_elsewhere: list[int] = []  # seqs of redos on another execution than was recorded
 
     # -- questions ------------------------------------------------------------------------------------
 
@@ -153,6 +154,11 @@ class RunState:
     def covered_update(self) -> int:
         """Every update up to this one is in each kept checkpoint. 0 with none."""
         return min(self.checkpoints) if self.checkpoints else 0
+
+    def redone_elsewhere_between(self, seq: int, record_seq: int) -> bool:
+        """Whether the weights that a recorded update began with may differ, in their last bits, from what
+        the records since `seq` give: a redo in between ran on another execution."""
+        return any(seq < redone < record_seq for redone in self.redone_elsewhere)
 
     def retirable(self, keep: int) -> tuple[list[ev.CheckpointCommitted], list[str]]:
         """Checkpoints beyond the newest `keep`, and group files that all kept ones cover.

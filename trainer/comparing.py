@@ -22,9 +22,10 @@ class Deviation:
     same_execution: bool = True  # of every update so far
     accepted: bool = False
 
-    def ran(self, recorded: dict[str, str], now: dict[str, str]) -> None:
-        """Take in the execution fingerprints of one more update: as recorded, and as executed again."""
-        self.same_execution = self.same_execution and recorded == now
+    def ran(self, recorded: dict[str, str], now: dict[str, str], *, redone_elsewhere: bool = False) -> None:
+        """Take in one more update: the execution fingerprints, as recorded and as executed again, and whether
+        what it began with was a redo's on another execution."""
+        self.same_execution = self.same_execution and recorded == now and not redone_elsewhere
 
 
 @dataclass(frozen=True)

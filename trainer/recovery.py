@@ -67,6 +67,7 @@ async def redo(
         served = parts.initial_weights()
     base, served = await _load(parts, served)
     holds(base, served)
+    base_seq = state.checkpoints[base].head_seq if base else 0
     deviation = Deviation()
     first, last = base + 1, state.updates
     records = state.records
@@ -90,7 +91,9 @@ async def redo(
             await asyncio.Event().wait()
         holds(-1, served)
         result = await parts.learner.update(update, batch, journal.take_tail())
-        _compare(record, result, ready, deviation, state.accept_divergence)
+        elsewhere = state.redone_elsewhere_between(base_seq, record.seq)
+        deviation.ran(record.fingerprint, ready.fingerprint, redone_elsewhere=elsewhere)
+        _compare(record, result, deviation, state.accept_divergence)
         parts.waiting(f"redoing updates {first} to {last}: {update} is done")
         crashpoint("redo.update")
         if update == published_update and served is None:
@@ -187,12 +190,10 @@ async def _read_for_redo(parts: Parts, update: int, places: Sequence[tuple[str, 
 def _compare(
     record: UpdateRecord,
     result: UpdateResult,
-    ready: LearnerReady,
     deviation: Deviation,
     accept_divergence: bool,
 ) -> None:
     """Compare a redone update with its record. Raises Diverged where a difference should not be."""
-    deviation.ran(record.fingerprint, ready.fingerprint)
     for difference in compare_steps(record.event.steps, result.steps, deviation):
         if difference.position or (difference.forbidden and not accept_divergence):
             way_out = "" if difference.position else ": pass --accept-divergence to go on with it"

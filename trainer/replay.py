@@ -183,6 +183,7 @@ async def replay(
     base = recording.base(from_update)
     todo = recording.updates[base:]
     done = Replay(base, base + 1, len(recording.updates))
+    base_seq = recording.state.checkpoints[base].head_seq if base else 0
     began = todo[0].seq - 1  # the row before an update is the last that its ranks had folded
     ready = await learner.start(recording.rows[:began], 1)
     done.ranks = ready.ranks
@@ -198,7 +199,8 @@ async def replay(
         result = await learner.update(update, groups, recording.rows[began : recorded.seq - 1])
         began = recorded.seq - 1
         known = len(done.differences)
-        done.deviation.ran(recorded.fingerprint, ready.fingerprint)
+        elsewhere = recording.state.redone_elsewhere_between(base_seq, recorded.seq)
+        done.deviation.ran(recorded.fingerprint, ready.fingerprint, redone_elsewhere=elsewhere)
         for difference in compare_steps(recorded.event.steps, result.steps, done.deviation):
             if difference.forbidden:
                 done.differences.append(f"event {recorded.seq}: update {update}: {difference}")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
+from surefoot.statemachine.audit import audit
 from surefoot.statemachine.errors import Diverged, LogUnavailable, RunFailedError
 from surefoot.statemachine.events import GroupsAdmitted, WeightsPublished
 from surefoot.statemachine.log import EventRow
 from surefoot.statemachine.phases import Phase
+from surefoot.trainer.protocols import UpdateResult
 
+from .standins import StandInLearner, hashed
 from .world import Faults, World, crash_at, ledger, small_config, trained
 
 
@@ -203,6 +207,39 @@ def test_another_execution_records_its_deviation_and_goes_on() -> None:
     redone = world.events("UpdatesRedone")[0]
     assert not redone.same_execution and 0 < redone.loss_deviation < 1e-8
     assert trained(world) == list(range(16)) and world.state().optimizer_steps == 8
+
+
+def test_what_began_with_a_redo_on_another_machine_is_not_asked_for_its_bits_though_it_ran_on_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its fingerprint is this machine's; the weights before it are not what this machine's records give."""
+    update = StandInLearner.update
+
+    async def on_a_machine(learner: StandInLearner, *arguments: Any) -> UpdateResult:
+        result = await update(learner, *arguments)
+        learner.weights = hashed(learner.weights, learner.world.fingerprint["ranks"])
+        return result
+
+    monkeypatch.setattr(StandInLearner, "update", on_a_machine)
+    world = World(
+        small_config(
+            checkpoint={"every_updates": 3, "keep": 1}, groups={"keep": "all"}, sync={"max_staleness": 0}
+        ),
+        data_len=20,
+    )
+    world.fingerprint = {"ranks": "1"}
+    crash_at(world, "update.committed", 6)
+    world.fingerprint = {"ranks": "2"}
+    crash_at(world, "workers.ready")
+    assert list(world.state().checkpoints) == [6], "made again there"
+    world.fingerprint = {"ranks": "1"}
+    crash_at(world, "update.committed", 2)
+    for path, saved in world.disk.checkpoints.items():
+        world.disk.checkpoints[path] = {**saved, "weights": "spoiled"}
+    assert world.run().exit_code == 0
+    redone = world.events("UpdatesRedone")[-1]
+    assert (redone.checkpoint_update, redone.last_update, redone.same_execution) == (0, 8, False)
+    assert trained(world) == list(range(20)) and audit(world.rows()).ok
 
 
 def test_a_lost_learner_is_rebuilt_while_workers_live_on() -> None:

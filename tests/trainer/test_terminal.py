@@ -231,13 +231,15 @@ class StandIn:
         yield cls()
     async def outcome(self):
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep({sleeps})
+        await asked.wait()
         {hangs}
         return Outcome(Phase.{phase}, 1, 1, 1, "has ended")
     async def preempt(self, because):
+        asked.set()
         return Outcome(Phase.PREEMPTED, 1, 1, 1, "")
 
 run.Run = StandIn
+asked = asyncio.Event()
 config = load_config({base!r}, ["preempt.grace_seconds=2"])
 sys.exit(terminal.drive(config, Place("a"), take_over=False, accept_divergence=False))
 """
@@ -254,7 +256,7 @@ def test_what_hangs_does_not_keep_the_process_beyond_the_grace_time(
     tmp_path: Path, hangs: str, phase: str, code: int, said: str
 ) -> None:
     """The loop itself, and a thread that Python would wait for at its end."""
-    program = HANGS.format(hangs=hangs, phase=phase, base=BASE, sleeps=0.1)
+    program = HANGS.format(hangs=hangs, phase=phase, base=BASE)
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=50
     )
@@ -282,7 +284,10 @@ class StandIn:
     async def outcome(self):
         {does}
     async def preempt(self, because):
+        asked.set()
         return Outcome(Phase.PREEMPTED, 1, 1, 1, "")
+
+asked = asyncio.Event()
 
 async def last():
     try:
@@ -312,7 +317,7 @@ LAST = "self.last = asyncio.ensure_future(last()); await asyncio.sleep(0)"
         ("ask(); ask(0.5); time.sleep(60)", -signal.SIGTERM, ""),
         ("ask(); time.sleep(60)", 75, "something in it hangs"),
         (
-            "ask(); await asyncio.sleep(0.2); "
+            "ask(); await asked.wait(); "
             f"threading.Thread(target=time.sleep, args=(60,), name='surefoot-files').start(); {FAILED}",
             1,
             "a prompt failed",
