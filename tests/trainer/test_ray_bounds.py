@@ -14,6 +14,11 @@ from surefoot.trainer import raysession
 from surefoot.trainer.ending import Ending
 from surefoot.trainer.raysession import RaySession
 
+SOON = 10.0
+"""What no load of the machine makes of half a second, and far from the 20 and the 120 s of a run that nobody
+has asked to stop. The shares of the grace time are measured by a clock that is not the machine's, in the
+simulation's test_grace."""
+
 
 @pytest.fixture
 def hangs() -> Iterator[threading.Event]:
@@ -99,7 +104,7 @@ async def test_a_call_under_way_ends_within_the_grace_time_of_a_run_that_stops(
     ending.ask()
     with pytest.raises(TimedOut, match="Ray did not answer wait"):
         await call
-    assert loop.time() - began < 0.5
+    assert loop.time() - began < SOON
 
 
 @pytest.mark.usefixtures("hung")
@@ -109,7 +114,7 @@ async def test_a_start_of_ray_that_hangs_is_given_up_within_the_grace_time(
     given_up: list[raysession._Host] = []
     monkeypatch.setattr(raysession, "kill", lambda processes: given_up.append(processes))
     ending = Ending(0.5)
-    assert await seconds_to_end(ending, asyncio.ensure_future(enter(ending))) < 0.5
+    assert await seconds_to_end(ending, asyncio.ensure_future(enter(ending))) < SOON
     assert len(given_up) == 1 and raysession._Host.current is None
 
 
@@ -139,7 +144,7 @@ async def test_a_ray_that_cannot_be_left_is_given_up_within_the_grace_time(
     async with RaySession.acquire(None, None, 120.0, ending):
         loop.call_later(0.1, ending.ask)  # while it is being left
         began = loop.time()
-    assert loop.time() - began < 0.6
+    assert loop.time() - began < SOON
     assert len(killed) == 1 and raysession._Host.current is None
 
 
