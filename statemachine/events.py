@@ -276,6 +276,7 @@ class CheckpointCommitted(Event, frozen=True, kw_only=True):
     bytes: int
     head_seq: int  # the log's head that the manifest holds
     head_hash: str
+    as_recorded: bool = True  # False: of a redo, whose bits may not be those that the records go on from
 
 
 class CheckpointLost(Event, frozen=True, kw_only=True):

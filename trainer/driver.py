@@ -240,6 +240,7 @@ class Driver:
                 update=state.updates,
             )
         )
+        self._keeper.as_recorded = True  # whatever is recorded from here on begins with these bits
         crashpoint("workers.ready")
         self._feeder.kick()
         if loading:

@@ -24,6 +24,7 @@ class Keeper:
         self._parts = parts
         self._under_way: asyncio.Task[None] | None = None
         self._tries = 0
+        self.as_recorded = True  # whether the learner holds the bits that the records go on from
         self.seconds_last = 0.0  # what the last checkpoint took, from snapshot to commit
 
     async def sweep(self) -> None:
@@ -66,15 +67,23 @@ class Keeper:
         path = f"u{update:06d}-i{parts.journal.incarnation:04d}-{self._tries:03d}"
         # All of it as of now: what is committed while the snapshot is taken is not in it.
         head_seq, head_hash, version = state.seq, state.hash, state.version_at(update)
+        as_recorded = self.as_recorded
         older = served if served is not None and served.version > 0 and served.update < update else None
         started = asyncio.get_running_loop().time()
         await parts.learner.save(path, head_seq, head_hash, older)
         self._under_way = asyncio.ensure_future(
-            self._commit(path, update, version, head_seq, head_hash, started)
+            self._commit(path, update, version, head_seq, head_hash, started, as_recorded)
         )
 
     async def _commit(
-        self, path: str, update: int, policy_version: int, head_seq: int, head_hash: str, started: float
+        self,
+        path: str,
+        update: int,
+        policy_version: int,
+        head_seq: int,
+        head_hash: str,
+        started: float,
+        as_recorded: bool,
     ) -> None:
         saved = await self._parts.learner.saved()
         state = self._parts.journal.state
@@ -90,6 +99,7 @@ class Keeper:
                 bytes=saved.bytes,
                 head_seq=head_seq,
                 head_hash=head_hash,
+                as_recorded=as_recorded,
             )
         )
         self.seconds_last = asyncio.get_running_loop().time() - started

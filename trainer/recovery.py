@@ -66,9 +66,11 @@ async def redo(
     if served is None and version == 0:
         served = parts.initial_weights()
     base, served = await _load(parts, served)
+    loaded = state.checkpoints.get(base)
+    base_seq = loaded.head_seq if loaded else 0
+    deviation = Deviation(same_execution=loaded is None or loaded.as_recorded)
+    keeper.as_recorded = deviation.same_execution
     holds(base, served)
-    base_seq = state.checkpoints[base].head_seq if base else 0
-    deviation = Deviation()
     first, last = base + 1, state.updates
     records = state.records
     missing = next((update for update in range(first, last + 1) if update not in records), None)
@@ -94,6 +96,7 @@ async def redo(
         elsewhere = state.redone_elsewhere_between(base_seq, record.seq)
         deviation.ran(record.fingerprint, ready.fingerprint, redone_elsewhere=elsewhere)
         _compare(record, result, deviation, state.accept_divergence)
+        keeper.as_recorded = deviation.same_execution and not deviation.accepted
         parts.waiting(f"redoing updates {first} to {last}: {update} is done")
         crashpoint("redo.update")
         if update == published_update and served is None:

@@ -183,7 +183,9 @@ async def replay(
     base = recording.base(from_update)
     todo = recording.updates[base:]
     done = Replay(base, base + 1, len(recording.updates))
-    base_seq = recording.state.checkpoints[base].head_seq if base else 0
+    loaded = recording.state.checkpoints.get(base)
+    done.deviation.same_execution = loaded is None or loaded.as_recorded
+    base_seq = loaded.head_seq if loaded else 0
     began = todo[0].seq - 1  # the row before an update is the last that its ranks had folded
     ready = await learner.start(recording.rows[:began], 1)
     done.ranks = ready.ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from surefoot.statemachine.phases import Phase
 from surefoot.trainer.protocols import UpdateResult
 
 from .standins import StandInLearner, hashed
+from .virtual import run_virtually
 from .world import Faults, World, crash_at, ledger, small_config, trained
 
 
@@ -209,10 +211,8 @@ def test_another_execution_records_its_deviation_and_goes_on() -> None:
     assert trained(world) == list(range(16)) and world.state().optimizer_steps == 8
 
 
-def test_what_began_with_a_redo_on_another_machine_is_not_asked_for_its_bits_though_it_ran_on_this_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its fingerprint is this machine's; the weights before it are not what this machine's records give."""
+def depend_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights differ by the machine that made them, as real ones do in their last bits."""
     update = StandInLearner.update
 
     async def on_a_machine(learner: StandInLearner, *arguments: Any) -> UpdateResult:
@@ -221,6 +221,13 @@ def test_what_began_with_a_redo_on_another_machine_is_not_asked_for_its_bits_tho
         return result
 
     monkeypatch.setattr(StandInLearner, "update", on_a_machine)
+
+
+def test_what_began_with_a_redo_on_another_machine_is_not_asked_for_its_bits_though_it_ran_on_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its fingerprint is this machine's; the weights before it are not what this machine's records give."""
+    depend_on_the_machine(monkeypatch)
     world = World(
         small_config(
             checkpoint={"every_updates": 3, "keep": 1}, groups={"keep": "all"}, sync={"max_staleness": 0}
@@ -240,6 +247,32 @@ def test_what_began_with_a_redo_on_another_machine_is_not_asked_for_its_bits_tho
     redone = world.events("UpdatesRedone")[-1]
     assert (redone.checkpoint_update, redone.last_update, redone.same_execution) == (0, 8, False)
     assert trained(world) == list(range(20)) and audit(world.rows()).ok
+
+
+def test_a_checkpoint_of_a_redo_on_another_machine_is_not_held_against_the_records_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stopped in the middle of that redo, and gone on with on the machine that the records are of."""
+    depend_on_the_machine(monkeypatch)
+    world = World(small_config(checkpoint={"every_updates": 100}), data_len=20)
+    world.fingerprint = {"ranks": "1"}
+    crash_at(world, "update.committed", 7)
+    world.fingerprint = {"ranks": "2"}
+
+    async def life() -> int:
+        driver = world.new_driver()
+        asyncio.get_running_loop().call_later(3.5, driver.preempt, "SIGTERM")
+        return (await driver.run()).exit_code
+
+    assert run_virtually(life()) == 75
+    (saved,) = world.events("CheckpointCommitted")
+    assert 0 < saved.update < 7 and not saved.as_recorded
+    world.fingerprint = {"ranks": "1"}
+    assert world.run().exit_code == 0
+    redone = world.events("UpdatesRedone")[-1]
+    assert (redone.checkpoint_update, redone.last_update, redone.same_execution) == (saved.update, 7, False)
+    assert trained(world) == list(range(20)) and audit(world.rows()).ok
+    assert world.events("CheckpointCommitted")[-1].as_recorded
 
 
 def test_a_lost_learner_is_rebuilt_while_workers_live_on() -> None:
